@@ -1,0 +1,502 @@
+"""`causal_conv1d` and `causal_conv1d_update`: the short depthwise convolution over time, and its one-token form.
+
+Both operators are composite: they are gone before Inductor sees the graph. The convolution is W shifted multiply-adds, so
+it is one pointwise kernel together with what stands beside it. Its backward is written out: gradients of states are read
+where autograd would scatter, so they need no atomics, and nothing but the arguments is kept for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fla_inductor import _checks
+from fla_inductor._library import LIB, TAGS
+from fla_inductor.contract import OpContract, Sample, register
+from fla_inductor.reference import causal_conv1d as reference
+
+_NAME = "causal_conv1d"
+_UPDATE = "causal_conv1d_update"
+_ACTIVATIONS = (None, "silu", "swish")
+
+LIB.define(
+    f"{_NAME}(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? residual=None, Tensor? initial_state=None, "
+    "bool output_final_state=False, str? activation=None, Tensor? cu_seqlens=None) -> (Tensor y, Tensor final_state)",
+    tags=TAGS,
+)
+LIB.define(
+    f"{_UPDATE}(Tensor x, Tensor(a!) cache, Tensor? residual=None, Tensor? weight=None, Tensor? bias=None, "
+    "str? activation=None) -> Tensor",
+    tags=TAGS,
+)
+
+
+class _Tokens(NamedTuple):
+    """Where each token of a packed batch stands, [T] each; after the last sequence only `inside` has a meaning."""
+
+    inside: Tensor
+    """whether the token belongs to a sequence"""
+    sequence: Tensor
+    """number of its sequence"""
+    before: Tensor
+    """tokens before it in its sequence"""
+    after: Tensor
+    """tokens after it in its sequence; negative after the last sequence"""
+
+
+def _tokens(offsets: Tensor, T: int) -> _Tokens:
+    token = torch.arange(T, device=offsets.device)
+    last = offsets.shape[0] - 1
+    sequence = (torch.searchsorted(offsets, token, right=True) - 1).clamp(0, last)
+    start, end = offsets[sequence], offsets[(sequence + 1).clamp(max=last)]
+    # offsets with no sequence leave index 0, which nobody uses
+    return _Tokens(sequence < last, sequence.clamp(max=max(last - 1, 0)), token - start, end - 1 - token)
+
+
+def _bounds(offsets: Tensor | None, T: int) -> tuple[int | Tensor, int | Tensor]:
+    """First token of each sequence and the one after its last: [N, 1], or for an unpacked batch 0 and T."""
+    return (0, T) if offsets is None else (offsets[:-1, None], offsets[1:, None])
+
+
+def _select(keep: Tensor, x: Tensor) -> Tensor:
+    """`x` where `keep`, else zero: also where `x` is NaN, as a product with a mask would not be."""
+    return torch.where(keep, x, 0.0)
+
+
+def _rows(x: Tensor, token: Tensor, keep: Tensor) -> Tensor:
+    """Rows of x [B, T, D] at `token`, [R] in each batch or [N, R] in the only one; zeros where `keep` is false."""
+    if x.shape[1] == 0:
+        N = x.shape[0] if token.dim() == 1 else token.shape[0]
+        return x.new_zeros(N, token.shape[-1], x.shape[2])
+    token = token.clamp(0, x.shape[1] - 1)
+    return _select(keep[..., None], x[:, token] if token.dim() == 1 else x[0, token])
+
+
+def _slots(state: Tensor, slot: Tensor, keep: Tensor) -> Tensor:
+    """Columns of state [N, D, W] at `slot`, [R] in each sequence or [N, R]; zeros where `keep` is false."""
+    slot = slot.clamp(0, state.shape[2] - 1)
+    if slot.dim() == 1:
+        return _select(keep, state[:, :, slot])
+    return _select(keep[:, None], state.gather(2, slot[:, None].expand(-1, state.shape[1], -1)))
+
+
+def _taps(x: Tensor, state: Tensor | None, tokens: _Tokens | None, W: int) -> list[Tensor]:
+    """For each column of the weight what it multiplies, [B, T, D]: column i the input W - 1 - i tokens earlier."""
+    if tokens is None and state is not None:
+        extended = torch.cat([state[:, :, 1:].mT, x], dim=1)
+    else:
+        extended = F.pad(x, (0, 0, W - 1, 0))
+    taps = [extended.narrow(1, i, x.shape[1]) for i in range(W)]
+    if tokens is None:
+        return taps
+    for i, tap in enumerate(taps):
+        missing = W - 1 - i - tokens.before
+        past: Tensor | float = 0.0
+        if state is not None and i < W - 1:
+            past = _select(tokens.inside[:, None], state[tokens.sequence, :, (W - missing).clamp(0, W - 1)])
+        taps[i] = torch.where(((missing <= 0) & tokens.inside)[:, None], tap, past)
+    return taps
+
+
+def _weighted(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    total = taps[0] * weight[:, 0]
+    for i in range(1, len(taps)):
+        total = total + taps[i] * weight[:, i]
+    return total if bias is None else total + bias
+
+
+def _final_state(x: Tensor, state: Tensor | None, offsets: Tensor | None, W: int) -> Tensor:
+    """The last W inputs of each sequence [N, D, W], from the initial state where the sequence is shorter."""
+    start, end = _bounds(offsets, x.shape[1])
+    slot = torch.arange(W, device=x.device)
+    token = slot + (end - W)
+    final = _rows(x, token, token >= start).mT
+    if state is not None:
+        kept = slot + (end - start)
+        final = final + _slots(state, kept, kept < W)
+    return final
+
+
+def _gradient_of_inputs(
+    dpre: Tensor, dfinal: Tensor | None, weight: Tensor, tokens: _Tokens | None
+) -> Tensor:
+    T, W = dpre.shape[1], weight.shape[1]
+    extended = F.pad(dpre, (0, 0, 0, W - 1))
+    dx = torch.zeros_like(dpre)
+    for i in range(W):
+        ahead = W - 1 - i
+        part = extended.narrow(1, ahead, T) * weight[:, i]
+        dx = dx + (part if tokens is None else _select((tokens.after >= ahead)[:, None], part))
+    if dfinal is None:
+        return dx
+    if tokens is None:
+        slot = torch.arange(T, device=dpre.device) + (W - T)
+        return dx + _slots(dfinal, slot, slot >= 0).mT
+    slot = W - 1 - tokens.after
+    return dx + _select(((slot >= 0) & tokens.inside)[:, None], dfinal[tokens.sequence, :, slot.clamp(0, W - 1)])
+
+
+def _gradient_of_state(dpre: Tensor, dfinal: Tensor | None, weight: Tensor, offsets: Tensor | None) -> Tensor:
+    W = weight.shape[1]
+    start, end = _bounds(offsets, dpre.shape[1])
+    # only the first W - 1 tokens of a sequence see its state: token r through column i slot r + i + 1
+    token = torch.arange(W - 1, device=dpre.device) + start
+    first = _rows(dpre, token, token < end)
+    dstate = first.new_zeros(first.shape[0], W, first.shape[2])
+    for i in range(W - 1):
+        dstate = dstate + F.pad(first[:, : W - 1 - i] * weight[:, i], (0, 0, i + 1, 0))
+    dstate = dstate.mT
+    if dfinal is not None:
+        slot = torch.arange(W, device=dpre.device) - (end - start)
+        dstate = dstate + _slots(dfinal, slot, slot >= 0)
+    return dstate
+
+
+class _CausalConv1d(torch.autograd.Function):
+    """Forward and backward in float32; the dispatcher sees aten operators only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        initial_state: Tensor | None,
+        offsets: Tensor | None,
+        output_final_state: bool,
+        activation: str | None,
+    ) -> tuple[Tensor, Tensor]:
+        W = weight.shape[1]
+        tokens = None if offsets is None else _tokens(offsets, x.shape[1])
+        y = _weighted(_taps(x, _given(initial_state), tokens, W), weight.float(), _wide(bias))
+        if activation is not None:
+            y = F.silu(y)
+        if residual is not None:
+            y = y + residual.float()
+        if tokens is not None:
+            y = _select(tokens.inside[:, None], y)
+        y = y.to(x.dtype).contiguous()
+        if not output_final_state:
+            return y, x.new_empty(0)
+        return y, _final_state(x, initial_state, offsets, W).to(x.dtype).contiguous()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, bias, residual, initial_state, offsets, output_final_state, activation = inputs
+        ctx.save_for_backward(x, weight, bias, initial_state, offsets)
+        ctx.activation = activation
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        ctx.set_materialize_grads(False)
+        if not output_final_state:
+            ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, bias, initial_state, offsets = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_residual, needs_state = ctx.needs_input_grad[:5]
+        tokens = None if offsets is None else _tokens(offsets, x.shape[1])
+        dy = x.new_zeros(x.shape, dtype=torch.float32) if dy is None else dy.float()
+        if tokens is not None:
+            dy = _select(tokens.inside[:, None], dy)
+        taps = _taps(x, _given(initial_state), tokens, weight.shape[1])
+        dpre, wide = dy, weight.float()
+        if ctx.activation is not None:
+            pre = _weighted(taps, wide, _wide(bias))
+            s = torch.sigmoid(pre)
+            dpre = dy * s * (1 + pre * (1 - s))
+        dx = dweight = dbias = dresidual = dstate = None
+        if needs_x:
+            dx = _gradient_of_inputs(dpre, _given(dfinal), wide, tokens).to(x.dtype)
+        if needs_weight:
+            dweight = torch.stack([(dpre * tap).sum((0, 1)) for tap in taps], dim=1).to(weight.dtype)
+        if needs_bias:
+            dbias = dpre.sum((0, 1)).to(bias.dtype)
+        if needs_residual:
+            dresidual = dy.to(ctx.residual_dtype)
+        if needs_state:
+            dstate = _gradient_of_state(dpre, dfinal, wide, offsets).to(initial_state.dtype)
+        return dx, dweight, dbias, dresidual, dstate, None, None, None
+
+
+def _wide(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float()
+
+
+def _given(state: Tensor | None) -> Tensor | None:
+    """A state of no sequence is no state: no token can be looked up in it."""
+    return None if state is None or state.shape[0] == 0 else state
+
+
+def _check_parameters(op: str, weight: Tensor | None, bias: Tensor | None, D: int, activation: str | None) -> Tensor:
+    _checks.check_choice(op, "activation", activation, _ACTIVATIONS)
+    if weight is None:
+        _checks.fail(op, "weight", "a torch.Tensor [D, W]", None)
+    _checks.check_shape(op, "weight", weight, (D, None), "[D, W]")
+    if weight.shape[1] == 0:
+        _checks.fail(op, "weight", "shape [D, W] with W >= 1", list(weight.shape))
+    if bias is not None:
+        _checks.check_shape(op, "bias", bias, (D,), "[D]")
+    return weight
+
+
+def _causal_conv1d(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _checks.check_given(_NAME, x=x)
+    floats = {"x": x, "weight": weight, "bias": bias, "residual": residual, "initial_state": initial_state}
+    _checks.check_float(_NAME, **floats)
+    _checks.check_same_device(_NAME, **floats, cu_seqlens=cu_seqlens)
+    _checks.check_shape(_NAME, "x", x, (None, None, None), "[B, T, D]")
+    B, T, D = x.shape
+    weight = _check_parameters(_NAME, weight, bias, D, activation)
+    _checks.check_cu_seqlens(_NAME, cu_seqlens, B, T)
+    if residual is not None:
+        _checks.check_shape(_NAME, "residual", residual, (B, T, D), "[B, T, D]")
+    if initial_state is not None:
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        _checks.check_shape(_NAME, "initial_state", initial_state, (N, D, weight.shape[1]), "[N, D, W]")
+    offsets = None if cu_seqlens is None else cu_seqlens.long().contiguous()
+    return _CausalConv1d.apply(x, weight, bias, residual, initial_state, offsets, output_final_state, activation)
+
+
+def _causal_conv1d_update(
+    x: Tensor,
+    cache: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    _checks.check_given(_UPDATE, x=x, cache=cache)
+    floats = {"x": x, "cache": cache, "residual": residual, "weight": weight, "bias": bias}
+    _checks.check_float(_UPDATE, **floats)
+    _checks.check_same_device(_UPDATE, **floats)
+    shape = x.shape
+    if x.dim() not in (2, 3) or (x.dim() == 3 and 1 not in (shape[0], shape[1])):
+        _checks.fail(_UPDATE, "x", "shape [N, D], [N, 1, D] or [1, N, D]", list(shape))
+    N, D = shape[0] if x.dim() == 2 or shape[0] != 1 else shape[1], shape[-1]
+    weight = _check_parameters(_UPDATE, weight, bias, D, activation)
+    W = weight.shape[1]
+    _checks.check_shape(_UPDATE, "cache", cache, (N, D, None), "[N, D, W']")
+    if cache.shape[2] < W:
+        _checks.fail(_UPDATE, "cache", f"shape [N, D, W'] with W' >= W = {W}", list(cache.shape))
+    if residual is not None:
+        _checks.check_shape(_UPDATE, "residual", residual, shape, "that of `x`")
+
+    window = torch.cat([cache[:, :, 1:].float(), x.float().reshape(N, D, 1)], dim=2)
+    y = _weighted(window[:, :, -W:].unbind(2), weight.float(), _wide(bias))
+    if activation is not None:
+        y = F.silu(y)
+    y = y.reshape(shape)
+    if residual is not None:
+        y = y + residual.float()
+    cache.copy_(window)
+    return y.to(x.dtype).contiguous()
+
+
+LIB.impl(_NAME, _causal_conv1d, "CompositeImplicitAutograd")
+LIB.impl(_UPDATE, _causal_conv1d_update, "CompositeImplicitAutograd")
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: str | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Convolve each channel with its own short causal filter along time, in float32.
+
+    y_t = act(sum_i weight[:, i] x_{t - W + 1 + i} + bias) + residual_t, where the inputs before a sequence are the last
+    ones of its `initial_state`, or zeros. The gradients of `weight` and `bias` are float32 sums over all tokens.
+
+    Args:
+        x: [B, T, D], float32, bfloat16 or float16; other tensors may have another of the three dtypes.
+        weight: [D, W], required.
+        bias: [D], or None.
+        residual: [B, T, D], added after the activation, or None.
+        initial_state: [N, D, W], the W inputs before each sequence, newest last (the oldest is not used), or None. N is B,
+            or the number of sequences.
+        output_final_state: also return the last W inputs of each sequence.
+        activation: "silu", "swish" (the same) or None.
+        cu_seqlens: [N + 1], int32 or int64, offsets of the sequences packed in a batch of 1. Sequences may be empty. Tokens
+            after the last offset are read by nobody; their outputs and gradients are zero.
+        backend: accepted and not used, so that calls written for FLA run unchanged.
+        cu_seqlens_cpu: as `backend`.
+        chunk_indices: as `backend`.
+
+    Returns:
+        y: [B, T, D], dtype of `x`, contiguous.
+        final_state: [N, D, W], dtype of `x`, newest input last, contiguous; None unless asked for.
+
+    Raises:
+        TypeError: a dtype that is not float32, bfloat16 or float16, or offsets that are not int32 or int64.
+        ValueError: no weight, an unknown activation, wrong shapes, `cu_seqlens` with a batch size other than 1, or devices
+            that differ.
+
+    Source: `fla.modules.convolution.causal_conv1d`.
+    """
+    y, final_state = torch.ops.fla_inductor.causal_conv1d(
+        x, weight, bias, residual, initial_state, output_final_state, activation, cu_seqlens
+    )
+    return y, final_state if output_final_state else None
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    cache: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Feed one token of each sequence to the convolution and shift it into the cache, which changes in place.
+
+    cache <- [cache[..., 1:], x];  y = act(sum_i weight[:, i] cache[..., W' - W + i] + bias) + residual, in float32.
+
+    Args:
+        x: [N, D], [N, 1, D] or [1, N, D], float32, bfloat16 or float16; other tensors may have another of the three dtypes.
+        cache: [N, D, W'] with W' >= W, earlier inputs, newest last; such as the `final_state` of `causal_conv1d`. Written.
+        residual: the shape of `x`, added after the activation, or None.
+        weight: [D, W], required.
+        bias: [D], or None.
+        activation: "silu", "swish" (the same) or None.
+
+    Returns:
+        y: shape and dtype of `x`, contiguous.
+        cache: the argument.
+
+    Raises:
+        TypeError: a dtype that is not float32, bfloat16 or float16.
+        ValueError: no weight, an unknown activation, wrong shapes, or devices that differ.
+
+    Source: `fla.modules.convolution.causal_conv1d_update`.
+    """
+    return torch.ops.fla_inductor.causal_conv1d_update(x, cache, residual, weight, bias, activation), cache
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    D, W = 12, 4
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    def wide(*shape: int) -> Tensor:
+        return random(*shape, dtype=torch.float32)
+
+    def offsets(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, device=device, dtype=dtype)
+
+    def state(N: int, dtype: torch.dtype = dtype) -> dict[str, Any]:
+        return {"initial_state": random(N, D, W, dtype=dtype), "output_final_state": True}
+
+    more = {"bias": wide(D), "activation": "silu"}
+    main = ("x", "weight", "bias")
+    every = (*main, "residual", "initial_state")
+    yield Sample("plain", {"x": random(2, 37, D), "weight": wide(D, W)}, ("x", "weight"), {"x": 1})
+    yield Sample("silu", {"x": random(2, 37, D), "weight": wide(D, W), **more}, main, {"x": 1})
+    low = {"weight": random(D, W), "bias": random(D), "activation": "swish"}
+    yield Sample("low_precision_weight", {"x": random(2, 9, D), **low}, main)
+    for T in (1, 2, 9):
+        dense = {"x": random(2, T, D), "weight": wide(D, W), "residual": random(2, T, D), **state(2), **more}
+        yield Sample(f"state_T{T}", dense, every)
+    yield Sample("final_state", {"x": random(2, 9, D), **low, "output_final_state": True}, main)
+    yield Sample("wide_state", {"x": random(2, 9, D), **low, **state(2, torch.float32)}, (*main, "initial_state"))
+    for width in (1, 2, 5):
+        yield Sample(f"W{width}", {"x": random(2, 9, D), "weight": wide(D, width), **more}, main)
+    packed = {"x": random(1, 30, D), "weight": wide(D, W), "residual": random(1, 30, D), **more}
+    varlen = {"cu_seqlens": offsets(0, 0, 5, 5, 5, 7, 30, 30, dtype=torch.int32)}
+    yield Sample("varlen", {**packed, **varlen}, every[:-1], {"x": 1, "residual": 1})
+    yield Sample("varlen_state", {**packed, **varlen, **state(7)}, every, {"x": 1, "residual": 1})
+    yield Sample("varlen_tail", {**packed, "cu_seqlens": offsets(0, 11, 23), **state(2)}, every)
+    yield Sample("varlen_nothing", {**packed, "cu_seqlens": offsets(0), **state(0)})
+    permuted = {"x": random(D, 2, 9).permute(1, 2, 0), "residual": random(2, D, 9).mT, **state(2)}
+    yield Sample("permuted", {**permuted, "weight": wide(W, D).mT, **more}, every)
+    yield Sample("slice", {"x": random(2, 9, 3 * D)[..., D:-D], "weight": wide(D, W), **more}, main)
+    yield Sample("expanded", {"x": random(1, 1, D).expand(2, 9, D), "weight": wide(D, W), **more}, main)
+    for B, T in ((2, 0), (0, 9)):
+        empty = {"x": random(B, T, D), "weight": wide(D, W), "residual": random(B, T, D), **state(B), **more}
+        yield Sample(f"empty_B{B}_T{T}", empty, every if B else ("x",))
+
+
+def _update_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    N, D, W = 3, 12, 4
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    def call(*shape: int, **more: Any) -> dict[str, Any]:
+        weight = random(D, W, dtype=torch.float32)
+        return {"x": random(*shape), "cache": random(N, D, W), "weight": weight, **more}
+
+    bias = {"bias": random(D), "activation": "silu"}
+    yield Sample("rows", call(N, D))
+    yield Sample("batch", call(N, 1, D, residual=random(N, 1, D), **bias))
+    yield Sample("packed", call(1, N, D, residual=random(1, N, D), **bias))
+    yield Sample("one_sequence", call(1, 1, D, cache=random(1, D, W), **bias))
+    yield Sample("long_cache", call(N, D, cache=random(N, D, 6), **bias))
+    yield Sample("wide_cache", call(N, D, cache=random(N, D, W, dtype=torch.float32), **bias))
+    yield Sample("W1", call(N, D, cache=random(N, D, 1), weight=random(D, 1), **bias))
+    yield Sample("W5", call(N, D, cache=random(N, D, 5), weight=random(D, 5), **bias))
+    yield Sample("permuted", call(N, D, x=random(D, N).mT, cache=random(W, N, D).permute(1, 2, 0), **bias))
+    yield Sample("view_of_pool", call(N, D, cache=random(5, N, D, W + 2)[3, ..., 1:-1], **bias))
+    yield Sample("no_sequences", call(0, D, cache=random(0, D, W), **bias))
+
+
+CONTRACT = register(
+    OpContract(
+        name=_NAME,
+        public=causal_conv1d,
+        reference=reference.causal_conv1d,
+        samples=_samples,
+        tolerances={
+            torch.float32: {"default": 1e-5},
+            torch.bfloat16: {"default": 5e-3},
+            torch.float16: {"default": 1e-3},
+        },
+        outputs=("y", "final_state"),
+        features=frozenset({"backward", "composite", "state", "varlen"}),
+        fla_name=f"fla.modules.convolution.{_NAME}",
+        hf_names=("causal_conv1d_fn",),
+        lowering="decomposition",
+    )
+)
+
+UPDATE_CONTRACT = register(
+    OpContract(
+        name=_UPDATE,
+        public=causal_conv1d_update,
+        reference=reference.causal_conv1d_update,
+        samples=_update_samples,
+        tolerances={
+            torch.float32: {"default": 1e-5},
+            torch.bfloat16: {"default": 5e-3},
+            torch.float16: {"default": 1e-3},
+        },
+        outputs=("y", "cache"),
+        features=frozenset({"composite", "mutates", "state"}),
+        fla_name=f"fla.modules.convolution.{_UPDATE}",
+        hf_names=(_UPDATE,),
+        lowering="decomposition",
+    )
+)
