@@ -49,7 +49,7 @@ def _dynamo_error(kind: type[Exception]) -> type[Exception]:
 def traceable_error(kind: type[Exception]) -> type[Exception]:
     """The class to raise for a bad argument: `kind` itself, or while Dynamo traces a subclass it lets through."""
     if "torch._dynamo" in sys.modules and under_tracing():
-        return _dynamo_error(kind)
+        return _dynamo_error(kind)  # type: ignore[arg-type]
     return kind
 
 

@@ -1,8 +1,8 @@
 """Runs test files that patch their process (no-GPU codegen, Triton's interpreter) in a process of their own.
 
 A test file that imports `nogpu` or `interpreter`, itself or through another helper in this folder, is not imported
-here: a child pytest runs it, with the same -k and -m, and its reports are repeated in this process. Naming that one file
-on the command line runs it in place, which is also what the child does.
+here: a child pytest runs it, with the same -k and -m, and its reports are repeated in this process. Naming that one
+file on the command line runs it in place, which is also what the child does.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     nogpu.compile_kernel(capture.kernels[0], sm=90).asm["cubin"]
 
 Nothing runs on a device: fake tensors go through Dynamo, AOTAutograd and Inductor, the wrapper's source is kept and the
-kernels are parsed out of it. `torch.cuda` stays patched until the process ends, so conftest.py gives each test file that
-imports this module a process of its own. Checked on torch 2.11, 2.13 and 2.14.
+kernels are parsed out of it. `torch.cuda` stays patched until the process ends, so conftest.py gives each test file
+that imports this module a process of its own. Checked on torch 2.13; a prototype of it ran on 2.11 and 2.14 too.
 
 Not covered: autotuning among several choices (it benchmarks), AOTInductor, CUDA graphs. With `backward=True` the graph
 is traced on the CPU and moved to `cuda` before Inductor sees it, because C++ autograd wants a real device: Python code
@@ -143,11 +143,11 @@ def _patch_torch_cuda(properties: types.SimpleNamespace) -> None:
 
     from torch._dynamo import device_interface
 
-    copies: tuple[str, ...] = ("current_device", "set_device", "device_count", "current_stream", "synchronize", "get_device_properties")
-    copies += ("memory_allocated", "is_bf16_supported")
-    same = {name: getattr(torch.cuda, name) for name in copies}
-    moved = {"exchange_device": 0, "maybe_exchange_device": 0, "get_raw_stream": 0}
-    for name, function in {**same, **{k: _always(v) for k, v in moved.items()}}.items():
+    copied = "current_device set_device device_count current_stream synchronize memory_allocated"
+    copied += " get_device_properties is_bf16_supported"
+    functions = {name: getattr(torch.cuda, name) for name in copied.split()}
+    functions |= dict.fromkeys(("exchange_device", "maybe_exchange_device", "get_raw_stream"), _always(0))
+    for name, function in functions.items():
         setattr(device_interface.CudaInterface, name, staticmethod(function))
     device_interface.caching_worker_device_properties["cuda"] = [properties]
     device_interface.caching_worker_current_devices["cuda"] = 0
@@ -163,12 +163,16 @@ def _patch_compiler(properties: types.SimpleNamespace) -> None:
     from torch._subclasses import fake_tensor
     from torch.utils import _triton
 
-    # PyTorch's own way to trace cuda tensors without a device, taken there when torch.cuda is not available
-    fake_tensor.FakeTensorMode.avoid_device_init = property(_always(True))  # type: ignore[assignment, method-assign]
-    fake_tensor.init_gpu_context = _always(None)
-    # these patterns draw random numbers on the device while they are traced
-    misc_patterns._misc_patterns_init = _always(None)
-    utils.get_max_num_sms = _always(properties.multi_processor_count)
+    patches: list[tuple[Any, str, Any]] = [
+        # PyTorch's own way to trace cuda tensors without a device, taken there when torch.cuda is not available
+        (fake_tensor.FakeTensorMode, "avoid_device_init", property(_always(True))),
+        (fake_tensor, "init_gpu_context", _always(None)),
+        # these patterns draw random numbers on the device while they are traced
+        (misc_patterns, "_misc_patterns_init", _always(None)),
+        (utils, "get_max_num_sms", _always(properties.multi_processor_count)),
+    ]
+    for owner, name, value in patches:
+        setattr(owner, name, value)
     for module in (_triton, utils):
         for function in vars(module).values():
             if callable(getattr(function, "cache_clear", None)):

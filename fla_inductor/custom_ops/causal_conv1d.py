@@ -36,30 +36,38 @@ LIB.define(
 
 
 class _Tokens(NamedTuple):
-    """Where each token of a packed batch stands, [T] each; after the last sequence only `inside` has a meaning."""
+    """Where each token of a packed batch stands, int32 [T] each."""
 
-    inside: Tensor
-    """whether the token belongs to a sequence"""
     sequence: Tensor
-    """number of its sequence"""
+    """number of its sequence; not to be used after the last one"""
     before: Tensor
-    """tokens before it in its sequence"""
+    """tokens before it in its sequence; negative after the last sequence"""
     after: Tensor
     """tokens after it in its sequence; negative after the last sequence"""
 
 
 def _tokens(offsets: Tensor, T: int) -> _Tokens:
-    token = torch.arange(T, device=offsets.device)
+    token = torch.arange(T, device=offsets.device, dtype=offsets.dtype)
     last = offsets.shape[0] - 1
-    sequence = (torch.searchsorted(offsets, token, right=True) - 1).clamp(0, last)
-    start, end = offsets[sequence], offsets[(sequence + 1).clamp(max=last)]
-    # offsets with no sequence leave index 0, which nobody uses
-    return _Tokens(sequence < last, sequence.clamp(max=max(last - 1, 0)), token - start, end - 1 - token)
+    sequence = (torch.searchsorted(offsets, token, right=True, out_int32=True) - 1).clamp(0, last)
+    start, end = _index(offsets, sequence), _index(offsets, (sequence + 1).clamp(max=last))
+    before = torch.where(sequence < last, token - start, -1)
+    # int32, because AOTAutograd would keep a mask made from int64 for the backward: four times smaller than what it is
+    # computed from, it counts as the result of a reduction
+    return _Tokens(sequence.clamp(max=max(last - 1, 0)), before.int(), (end - 1 - token).int())
 
 
 def _bounds(offsets: Tensor | None, T: int) -> tuple[int | Tensor, int | Tensor]:
     """First token of each sequence and the one after its last: [N, 1], or for an unpacked batch 0 and T."""
-    return (0, T) if offsets is None else (offsets[:-1, None], offsets[1:, None])
+    if offsets is None:
+        return 0, T
+    bounds = offsets.unsqueeze(1)
+    return bounds.narrow(0, 0, bounds.shape[0] - 1), bounds.narrow(0, 1, bounds.shape[0] - 1)
+
+
+def _index(x: Tensor, *index: Tensor | None) -> Tensor:
+    """x[index], with None for a whole dimension; unlike the brackets also for fake tensors of a device that is not there."""
+    return torch.ops.aten.index.Tensor(x, index)
 
 
 def _select(keep: Tensor, x: Tensor) -> Tensor:
@@ -73,40 +81,68 @@ def _rows(x: Tensor, token: Tensor, keep: Tensor) -> Tensor:
         N = x.shape[0] if token.dim() == 1 else token.shape[0]
         return x.new_zeros(N, token.shape[-1], x.shape[2])
     token = token.clamp(0, x.shape[1] - 1)
-    return _select(keep[..., None], x[:, token] if token.dim() == 1 else x[0, token])
+    rows = _index(x, None, token) if token.dim() == 1 else _index(x.select(0, 0), token)
+    return _select(keep.unsqueeze(-1), rows)
 
 
 def _slots(state: Tensor, slot: Tensor, keep: Tensor) -> Tensor:
     """Columns of state [N, D, W] at `slot`, [R] in each sequence or [N, R]; zeros where `keep` is false."""
     slot = slot.clamp(0, state.shape[2] - 1)
     if slot.dim() == 1:
-        return _select(keep, state[:, :, slot])
-    return _select(keep[:, None], state.gather(2, slot[:, None].expand(-1, state.shape[1], -1)))
+        return _select(keep, _index(state, None, None, slot))
+    return _select(keep.unsqueeze(1), state.gather(2, slot.unsqueeze(1).expand(-1, state.shape[1], -1)))
 
 
-def _taps(x: Tensor, state: Tensor | None, tokens: _Tokens | None, W: int) -> list[Tensor]:
-    """For each column of the weight what it multiplies, [B, T, D]: column i the input W - 1 - i tokens earlier."""
-    if tokens is None and state is not None:
-        extended = torch.cat([state[:, :, 1:].mT, x], dim=1)
-    else:
-        extended = F.pad(x, (0, 0, W - 1, 0))
-    taps = [extended.narrow(1, i, x.shape[1]) for i in range(W)]
+def _slot_of_each_token(state: Tensor, tokens: _Tokens | None, slot: Tensor, keep: Tensor) -> Tensor:
+    """For each token a column of the state of its sequence, [N, T, D] or packed [1, T, D]; zeros where `keep` is false."""
+    if tokens is None:
+        return _slots(state, slot, keep).mT
+    column = _index(state.mT, tokens.sequence, slot.clamp(0, state.shape[2] - 1))
+    return _select(keep.unsqueeze(1), column).unsqueeze(0)
+
+
+def _taps(x: Tensor, tokens: _Tokens | None, W: int, rows_behind: int) -> list[Tensor]:
+    """For each column of the weight what it multiplies, [B, T, D]: column i the input W - 1 - i tokens earlier.
+
+    `rows_behind` are not used; see `_CausalConv1d.backward`.
+    """
+    padded = F.pad(x, (0, 0, W - 1, rows_behind))
+    taps = [padded.narrow(1, i, x.shape[1]) for i in range(W)]
     if tokens is None:
         return taps
-    for i, tap in enumerate(taps):
-        missing = W - 1 - i - tokens.before
-        past: Tensor | float = 0.0
-        if state is not None and i < W - 1:
-            past = _select(tokens.inside[:, None], state[tokens.sequence, :, (W - missing).clamp(0, W - 1)])
-        taps[i] = torch.where(((missing <= 0) & tokens.inside)[:, None], tap, past)
-    return taps
+    return [_select((tokens.before >= W - 1 - i).unsqueeze(1), tap) for i, tap in enumerate(taps)]
 
 
-def _weighted(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-    total = taps[0] * weight[:, 0]
-    for i in range(1, len(taps)):
-        total = total + taps[i] * weight[:, i]
-    return total if bias is None else total + bias
+def _weighted(taps: Sequence[Tensor], weight: Tensor) -> Tensor:
+    """sum_i weight[:, i] taps[i], in the dtype of `weight`."""
+    columns = weight.unbind(1)
+    total = taps[0] * columns[0]
+    for tap, column in zip(taps[1:], columns[1:], strict=True):
+        total = total + tap * column
+    return total
+
+
+def _share_of_state(state: Tensor, weight: Tensor, tokens: _Tokens | None, T: int) -> Tensor:
+    """What the initial state adds to the first W - 1 tokens of each sequence: slot r + i + 1 through column i to token r."""
+    W = weight.shape[1]
+    share = state.new_zeros(*state.shape[:2], W - 1, dtype=weight.dtype)
+    for i, column in enumerate(weight.unbind(1)[:-1]):
+        share = share + F.pad(state.narrow(2, i + 1, W - 1 - i) * column.unsqueeze(1), (0, i))
+    before = torch.arange(T, device=state.device, dtype=torch.int32) if tokens is None else tokens.before
+    return _slot_of_each_token(share, tokens, before, (before >= 0) & (before < W - 1))
+
+
+def _preactivation(
+    taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None, state: Tensor | None, tokens: _Tokens | None
+) -> Tensor:
+    """The convolution in float32."""
+    weight = weight.float()
+    y = _weighted(taps, weight)
+    if bias is not None:
+        y = y + bias.float()
+    if state is None or 0 in y.shape or 0 in state.shape or weight.shape[1] == 1:
+        return y
+    return y + _share_of_state(state, weight, tokens, y.shape[1])
 
 
 def _final_state(x: Tensor, state: Tensor | None, offsets: Tensor | None, W: int) -> Tensor:
@@ -121,37 +157,49 @@ def _final_state(x: Tensor, state: Tensor | None, offsets: Tensor | None, W: int
     return final
 
 
-def _gradient_of_inputs(
-    dpre: Tensor, dfinal: Tensor | None, weight: Tensor, tokens: _Tokens | None
-) -> Tensor:
+def _gradient_of_x(dpre: Tensor, dfinal: Tensor | None, weight: Tensor, tokens: _Tokens | None) -> Tensor:
+    """Token t met column W - 1 - s at token t + s of its sequence, and is in the final state if it is one of the last W."""
     T, W = dpre.shape[1], weight.shape[1]
-    extended = F.pad(dpre, (0, 0, 0, W - 1))
-    dx = torch.zeros_like(dpre)
-    for i in range(W):
-        ahead = W - 1 - i
-        part = extended.narrow(1, ahead, T) * weight[:, i]
-        dx = dx + (part if tokens is None else _select((tokens.after >= ahead)[:, None], part))
-    if dfinal is None:
+    # the row ahead is not used: Inductor inlines what is padded at both ends, and writes to memory what is padded at one
+    padded = F.pad(dpre, (0, 0, 1, W - 1))
+    parts = [padded.narrow(1, W - i, T) for i in range(W)]
+    if tokens is not None:
+        parts = [_select((tokens.after >= W - 1 - i).unsqueeze(1), part) for i, part in enumerate(parts)]
+    dx = _weighted(parts, weight)
+    if dfinal is None or 0 in dx.shape or 0 in dfinal.shape:
         return dx
-    if tokens is None:
-        slot = torch.arange(T, device=dpre.device) + (W - T)
-        return dx + _slots(dfinal, slot, slot >= 0).mT
-    slot = W - 1 - tokens.after
-    return dx + _select(((slot >= 0) & tokens.inside)[:, None], dfinal[tokens.sequence, :, slot.clamp(0, W - 1)])
+    after = T - 1 - torch.arange(T, device=dpre.device, dtype=torch.int32) if tokens is None else tokens.after
+    return dx + _slot_of_each_token(dfinal, tokens, W - 1 - after, (after >= 0) & (after < W))
 
 
-def _gradient_of_state(dpre: Tensor, dfinal: Tensor | None, weight: Tensor, offsets: Tensor | None) -> Tensor:
+def _first_rows(x: Tensor, offsets: Tensor | None, W: int) -> Tensor:
+    """The rows that see the initial state, [N, W - 1, D]; zeros where a sequence is shorter."""
+    start, end = _bounds(offsets, x.shape[1])
+    token = torch.arange(W - 1, device=x.device) + start
+    return _rows(x, token, token < end)
+
+
+def _gradient_of_weight(taps: Sequence[Tensor], dpre: Tensor, first: Tensor | None, state: Tensor | None) -> Tensor:
+    """Column i met the inputs and, at token r of each sequence, slot r + i + 1 of the initial state."""
+    columns = [(dpre * tap).sum((0, 1)) for tap in taps]
+    if state is not None and first is not None:
+        W = len(taps)
+        for i in range(W - 1):
+            seen = state.mT.narrow(1, i + 1, W - 1 - i)
+            columns[i] = columns[i] + (first.narrow(1, 0, W - 1 - i) * seen).sum((0, 1))
+    return torch.stack(columns, dim=1)
+
+
+def _gradient_of_state(first: Tensor, dfinal: Tensor | None, weight: Tensor, offsets: Tensor | None, T: int) -> Tensor:
+    """Slot r + i + 1 met column i at token r; where a sequence is shorter than W, slots are passed on to the final state."""
     W = weight.shape[1]
-    start, end = _bounds(offsets, dpre.shape[1])
-    # only the first W - 1 tokens of a sequence see its state: token r through column i slot r + i + 1
-    token = torch.arange(W - 1, device=dpre.device) + start
-    first = _rows(dpre, token, token < end)
     dstate = first.new_zeros(first.shape[0], W, first.shape[2])
-    for i in range(W - 1):
-        dstate = dstate + F.pad(first[:, : W - 1 - i] * weight[:, i], (0, 0, i + 1, 0))
+    for i, column in enumerate(weight.unbind(1)[:-1]):
+        dstate = dstate + F.pad(first.narrow(1, 0, W - 1 - i) * column, (0, 0, i + 1, 0))
     dstate = dstate.mT
     if dfinal is not None:
-        slot = torch.arange(W, device=dpre.device) - (end - start)
+        start, end = _bounds(offsets, T)
+        slot = torch.arange(W, device=first.device) - (end - start)
         dstate = dstate + _slots(dfinal, slot, slot >= 0)
     return dstate
 
@@ -174,17 +222,18 @@ class _CausalConv1d(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         W = weight.shape[1]
         tokens = None if offsets is None else _tokens(offsets, x.shape[1])
-        y = _weighted(_taps(x, _given(initial_state), tokens, W), weight.float(), _wide(bias))
+        y = _preactivation(_taps(x, tokens, W, rows_behind=0), weight, bias, initial_state, tokens)
         if activation is not None:
             y = F.silu(y)
         if residual is not None:
             y = y + residual.float()
         if tokens is not None:
-            y = _select(tokens.inside[:, None], y)
+            y = _select((tokens.before >= 0).unsqueeze(1), y)
         y = y.to(x.dtype).contiguous()
         if not output_final_state:
             return y, x.new_empty(0)
-        return y, _final_state(x, initial_state, offsets, W).to(x.dtype).contiguous()
+        final_state = _final_state(x, initial_state, offsets, W).to(x.dtype)
+        return y, final_state.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -200,37 +249,33 @@ class _CausalConv1d(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, bias, initial_state, offsets = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_residual, needs_state = ctx.needs_input_grad[:5]
-        tokens = None if offsets is None else _tokens(offsets, x.shape[1])
+        T, W = x.shape[1], weight.shape[1]
+        tokens = None if offsets is None else _tokens(offsets, T)
         dy = x.new_zeros(x.shape, dtype=torch.float32) if dy is None else dy.float()
         if tokens is not None:
-            dy = _select(tokens.inside[:, None], dy)
-        taps = _taps(x, _given(initial_state), tokens, weight.shape[1])
-        dpre, wide = dy, weight.float()
+            dy = _select((tokens.before >= 0).unsqueeze(1), dy)
+        # AOTAutograd shares equal nodes of forward and backward and then keeps the padded input, which it does not recompute:
+        # with one more row the nodes differ, and `x` itself is what is kept
+        taps = _taps(x, tokens, W, rows_behind=1)
+        dpre = dy
         if ctx.activation is not None:
-            pre = _weighted(taps, wide, _wide(bias))
+            pre = _preactivation(taps, weight, bias, initial_state, tokens)
             s = torch.sigmoid(pre)
             dpre = dy * s * (1 + pre * (1 - s))
+        first = None if initial_state is None else _first_rows(dpre, offsets, W)
+
         dx = dweight = dbias = dresidual = dstate = None
         if needs_x:
-            dx = _gradient_of_inputs(dpre, _given(dfinal), wide, tokens).to(x.dtype)
+            dx = _gradient_of_x(dpre, dfinal, weight.float(), tokens).to(x.dtype)
         if needs_weight:
-            dweight = torch.stack([(dpre * tap).sum((0, 1)) for tap in taps], dim=1).to(weight.dtype)
+            dweight = _gradient_of_weight(taps, dpre, first, initial_state).to(weight.dtype)
         if needs_bias:
             dbias = dpre.sum((0, 1)).to(bias.dtype)
         if needs_residual:
             dresidual = dy.to(ctx.residual_dtype)
-        if needs_state:
-            dstate = _gradient_of_state(dpre, dfinal, wide, offsets).to(initial_state.dtype)
+        if needs_state and first is not None:
+            dstate = _gradient_of_state(first, dfinal, weight.float(), offsets, T).to(initial_state.dtype)
         return dx, dweight, dbias, dresidual, dstate, None, None, None
-
-
-def _wide(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.float()
-
-
-def _given(state: Tensor | None) -> Tensor | None:
-    """A state of no sequence is no state: no token can be looked up in it."""
-    return None if state is None or state.shape[0] == 0 else state
 
 
 def _check_parameters(op: str, weight: Tensor | None, bias: Tensor | None, D: int, activation: str | None) -> Tensor:
@@ -268,7 +313,7 @@ def _causal_conv1d(
     if initial_state is not None:
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         _checks.check_shape(_NAME, "initial_state", initial_state, (N, D, weight.shape[1]), "[N, D, W]")
-    offsets = None if cu_seqlens is None else cu_seqlens.long().contiguous()
+    offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
     return _CausalConv1d.apply(x, weight, bias, residual, initial_state, offsets, output_final_state, activation)
 
 
@@ -296,14 +341,17 @@ def _causal_conv1d_update(
     if residual is not None:
         _checks.check_shape(_UPDATE, "residual", residual, shape, "that of `x`")
 
-    window = torch.cat([cache[:, :, 1:].float(), x.float().reshape(N, D, 1)], dim=2)
-    y = _weighted(window[:, :, -W:].unbind(2), weight.float(), _wide(bias))
+    kept = cache.narrow(2, 1, cache.shape[2] - 1)
+    window = torch.cat([kept.float(), x.float().reshape(N, D, 1)], dim=2)
+    y = _weighted(window.narrow(2, cache.shape[2] - W, W).unbind(2), weight.float())
+    if bias is not None:
+        y = y + bias.float()
     if activation is not None:
         y = F.silu(y)
     y = y.reshape(shape)
     if residual is not None:
         y = y + residual.float()
-    cache.copy_(window)
+    torch.ops.aten.copy_.default(cache, window)
     return y.to(x.dtype).contiguous()
 
 

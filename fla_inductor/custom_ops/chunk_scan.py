@@ -17,7 +17,8 @@ _NAME = "_chunk_scan"
 _DTYPES = (torch.float32, torch.float64)
 
 LIB.define(
-    f"{_NAME}(Tensor decay, Tensor x, Tensor y, Tensor z, Tensor init, Tensor restart, bool reverse) -> Tensor", tags=TAGS
+    f"{_NAME}(Tensor decay, Tensor x, Tensor y, Tensor z, Tensor init, Tensor restart, bool reverse) -> Tensor",
+    tags=TAGS,
 )
 
 

@@ -53,9 +53,12 @@ def level_factor(b_G, o_i, h):
 
 
 @triton.jit
-def anchor_factors(b_G, o_i, ADAPTIVE: tl.constexpr):
-    """Row and column factors of the anchored pass over blocks of 16 rows, and the rows it serves."""
-    d = b_G - pick_rows((o_i >> 4) << 4, o_i, b_G)
+def anchor_factors(b_G, b_g, o_i, ADAPTIVE: tl.constexpr):
+    """Row and column factors of the anchored pass over blocks of 16 rows, and the rows it serves; b_g are G's steps."""
+    n: tl.constexpr = b_G.shape[0] // 16
+    # the running sum within a block, without the block's first row: G minus the anchor
+    steps = tl.where(((o_i & 15) == 0)[:, None], 0.0, b_g)
+    d = tl.reshape(tl.cumsum(tl.reshape(steps, (n, 16, b_G.shape[1])), 1), b_G.shape)
     shift = 0.5 * ANCHOR_RANGE
     if ADAPTIVE:
         ok = tl.max(-d, 1) <= ANCHOR_RANGE
@@ -94,7 +97,7 @@ def _gram_pass(b_q, b_k, row, col, pairs, b_P, b_M, DT: tl.constexpr, PREC: tl.c
 
 
 @triton.jit
-def gram_slice(b_q, b_k, b_G, b_P, b_M, o_i, NLEVEL: tl.constexpr, BOUNDED: tl.constexpr, DT: tl.constexpr,
+def gram_slice(b_q, b_k, b_G, b_g, b_P, b_M, o_i, NLEVEL: tl.constexpr, BOUNDED: tl.constexpr, DT: tl.constexpr,
                PREC: tl.constexpr):
     """Adds one slice of K to P (pairs j <= i of q and k) and to M (pairs j < i of k and k; its diagonal is undefined).
 
@@ -102,7 +105,7 @@ def gram_slice(b_q, b_k, b_G, b_P, b_M, o_i, NLEVEL: tl.constexpr, BOUNDED: tl.c
     BOUNDED gates, of at most five nats a step, every row allows it. Other rows take the levels below 16, and their
     diagonal, one by one.
     """
-    row, col, ok = anchor_factors(b_G, o_i, BOUNDED == 0)
+    row, col, ok = anchor_factors(b_G, b_g, o_i, BOUNDED == 0)
     block = o_i >> 4
     pairs = (o_i[:, None] >= o_i[None, :]) & (block[:, None] == block[None, :]) & ok[:, None]
     b_P, b_M = _gram_pass(b_q, b_k, row, col, pairs, b_P, b_M, DT, PREC)
@@ -117,68 +120,3 @@ def gram_slice(b_q, b_k, b_G, b_P, b_M, o_i, NLEVEL: tl.constexpr, BOUNDED: tl.c
                 b_e, pairs = level_factor(b_G, o_i, 1 << lv)
                 b_P, b_M = _gram_pass(b_q, b_k, b_e, b_e, pairs & (ok[:, None] == 0), b_P, b_M, DT, PREC)
     return b_P, b_M
-
-
-@triton.jit
-def _gram_adjoint(b_q, b_k, DP, DM, row, col, pairs, pairs_t, o_i, dq, dk, dG, BT: tl.constexpr, DT: tl.constexpr,
-                  PREC: tl.constexpr):
-    """Adds the adjoint of the pairs of one pass, factored into `row` and `col`; DP and DM are read from memory.
-
-    A pair adds to the gradient of G at its row what it takes away at its column. Both sides are formed from the same
-    rounded factors, so that the sums over later rows, which follow, cancel to float32 accuracy. The transposes are
-    loaded as such: Triton 3.4 to 3.7 miscompiles products with an operand that is transposed in registers.
-    """
-    b_qr = (b_q * row).to(DT)
-    b_kr = (b_k * row).to(DT)
-    b_kc = (b_k * col).to(DT)
-    o_ij = o_i[:, None] * BT + o_i[None, :]
-    x = matmul(tl.load(DP + o_ij, mask=pairs, other=0.0), b_kc, PREC)
-    dq += row * x
-    dG += b_qr.to(tl.float32) * x
-    x = matmul(tl.load(DM + o_ij, mask=pairs, other=0.0), b_kc, PREC)
-    dk += row * x
-    dG += b_kr.to(tl.float32) * x
-    o_ji = o_i[None, :] * BT + o_i[:, None]
-    x = matmul(tl.load(DP + o_ji, mask=pairs_t, other=0.0), b_qr, PREC)
-    x += matmul(tl.load(DM + o_ji, mask=pairs_t, other=0.0), b_kr, PREC)
-    dk += col * x
-    dG -= b_kc.to(tl.float32) * x
-    return dq, dk, dG
-
-
-@triton.jit
-def _level_adjoint(b_q, b_k, b_G, DP, DM, o_i, h, ok, dq, dk, dG, BT: tl.constexpr, DT: tl.constexpr,
-                   PREC: tl.constexpr):
-    """The adjoint of level `h` for rows that are not `ok`."""
-    b_e, pairs = level_factor(b_G, o_i, h)
-    second, _ = level_mask(o_i, h)
-    block = o_i // (2 * h)
-    pairs_t = (second[:, None] == 0) & second[None, :] & (block[:, None] == block[None, :])
-    return _gram_adjoint(b_q, b_k, DP, DM, b_e, b_e, pairs & (ok[:, None] == 0), pairs_t & (ok[None, :] == 0), o_i, dq,
-                         dk, dG, BT, DT, PREC)
-
-
-@triton.jit
-def gram_slice_backward(b_q, b_k, b_G, DP, DM, o_i, dq, dk, dG, NLEVEL: tl.constexpr, BOUNDED: tl.constexpr,
-                        BT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
-    """Adds to the gradients of q, k and G of one slice what comes through `gram_slice`.
-
-    DP and DM point to the gradients of P, zero above the diagonal, and of M, zero on and above it.
-    """
-    row, col, ok = anchor_factors(b_G, o_i, BOUNDED == 0)
-    block = o_i >> 4
-    same = block[:, None] == block[None, :]
-    # the diagonal does not depend on G: it is added exactly, below
-    pairs = (o_i[:, None] > o_i[None, :]) & same & ok[:, None]
-    pairs_t = (o_i[:, None] < o_i[None, :]) & same & ok[None, :]
-    dq, dk, dG = _gram_adjoint(b_q, b_k, DP, DM, row, col, pairs, pairs_t, o_i, dq, dk, dG, BT, DT, PREC)
-    for lv in range(4, NLEVEL):
-        dq, dk, dG = _level_adjoint(b_q, b_k, b_G, DP, DM, o_i, 1 << lv, o_i < 0, dq, dk, dG, BT, DT, PREC)
-    if not BOUNDED:
-        if tl.min(ok.to(tl.int32), 0) == 0:
-            for lv in range(0, 4):
-                dq, dk, dG = _level_adjoint(b_q, b_k, b_G, DP, DM, o_i, 1 << lv, ok, dq, dk, dG, BT, DT, PREC)
-    diagonal = tl.load(DP + o_i * (BT + 1)).to(tl.float32)[:, None]
-    dq += diagonal * b_k
-    dk += diagonal * b_q
-    return dq, dk, dG

@@ -10,8 +10,8 @@ from torch import Tensor
 class KDALayerState(NamedTuple):
     """State of one layer.
 
-    `recurrent` is [N, HV, V, K] in float32; `conv` holds the last W inputs [N, D, W] of the q, k and v convolutions, and
-    is None for a layer without them.
+    `recurrent` is [N, HV, V, K] in float32; `conv` holds the last W inputs [N, D, W] of the q, k and v convolutions,
+    None for a layer without them.
     """
 
     recurrent: Tensor

@@ -16,6 +16,7 @@ from torch._inductor.utils import parallel_num_threads
 from torch._inductor.virtualized import V
 
 import fla_inductor.custom_ops.chunk_scan  # noqa: F401  (defines the operator)
+from fla_inductor.lowerings.common import fallback
 
 _NAMES = ("decay", "x", "y", "z", "init", "restart")
 
@@ -45,7 +46,7 @@ class ChunkScanTemplate(CppTemplate):
             kernel=kernel,
             nodes=nodes,
             inputs={f"{name}_ptr": node for name, node in nodes.items()},
-            out=template_buffer_node or self.output_node,
+            out=self.output_node if template_buffer_node is None else template_buffer_node,
             offsets=[node.get_layout().offset for node in nodes.values()],
             operand=operand,
             reverse=self.reverse,
@@ -77,7 +78,7 @@ def _lower(
     arguments = (decay, x, y, z, init, restart)
     op = torch.ops.fla_inductor._chunk_scan.default
     if z.get_device_or_error().type != "cpu":
-        return lowering.fallback_handler(op, add_to_fallback_set=False)(*arguments, reverse)
+        return fallback(op, "its kernel is for the CPU")(*arguments, reverse)
     size = z.get_size()
     layout = ir.FixedLayout(z.get_device_or_error(), z.get_dtype(), size, ir.FlexibleLayout.contiguous_strides(size))
     template = ChunkScanTemplate([_realize(t) for t in arguments], layout, reverse)

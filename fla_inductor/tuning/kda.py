@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class KdaGradIntraConfig:
 class KdaGradInputConfig:
     """BK channels of K in one program, BV columns of V at a time."""
 
-    BK: int = 64
-    BV: int = 64
-    num_warps: int = 4
-    num_stages: int = 2
+    BK: int = 32
+    BV: int = 32
+    num_warps: int = 8
+    num_stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,12 @@ FLOAT32 = KdaConfig(
 )
 
 
+# two blocks of channels in flight: three stages of them are more than the shared memory of any architecture
+WIDE = replace(DEFAULT, scan_backward=KdaScanConfig(num_stages=1))
+
+
 def kda_config(work_dtype: str, K: int, capability: tuple[int, int] | None) -> KdaConfig:
     """The configuration for a work dtype ("float32" or "bfloat16") on a device of this compute capability."""
     if work_dtype == "float32":
         return FLOAT32
-    return DEFAULT
+    return WIDE if K > 128 else DEFAULT
