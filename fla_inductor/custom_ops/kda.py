@@ -277,9 +277,16 @@ def _check_backward(x: Backward) -> None:
         _checks.check_shape(op, "dht", x.dht, state_shape(x), "the shape of the final state")
 
 
+def specialize_heads(x: Any) -> None:
+    """Head counts and widths become numbers in the graph: kernels are written for them, and no model varies them."""
+    for size in (*x.q.shape[2:], *x.v.shape[2:]):
+        int(size)
+
+
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = Forward(*args)
     check_chunk_kda("chunk_kda", x)
+    specialize_heads(x)
     return (
         x.v.new_empty(x.v.shape, dtype=x.q.dtype),
         x.q.new_empty(state_shape(x) if x.output_final_state else (0,), dtype=torch.float32),
@@ -290,6 +297,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     x = Backward(*args)
     _check_backward(x)
+    specialize_heads(x)
     inputs = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state)
     return tuple(absent(x.q) if i is None else i.new_empty(i.shape) for i in inputs)
 

@@ -152,6 +152,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     x = Recurrent(*args)
     check_recurrent_kda(x)
+    kda.specialize_heads(x)
     shape = kda.state_shape(x) if x.output_final_state else (0,)
     return x.v.new_empty(x.v.shape), x.q.new_empty(shape, dtype=torch.float32)
 
