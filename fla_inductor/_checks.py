@@ -6,6 +6,7 @@ that a bad call fails with the same exception type and the same text in eager mo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -73,7 +74,7 @@ def check_same_device(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int | torch.SymInt, tokens: int | torch.SymInt) -> None:
-    """`cu_seqlens` is a 1-D int32/int64 tensor [N + 1] and the batch size is 1; contents are checked on the CPU only."""
+    """`cu_seqlens` is an int32 or int64 tensor [N + 1] and the batch size is 1; values are checked on the CPU only."""
     if cu_seqlens is None:
         return
     if cu_seqlens.dtype not in INDEX_DTYPES:
@@ -84,5 +85,5 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int | torch.SymI
         fail(op, "cu_seqlens", "batch size 1 when `cu_seqlens` is given (flatten the sequences)", f"batch size {batch}")
     if cu_seqlens.device.type == "cpu" and not _compat.is_fake(cu_seqlens):
         offsets = cu_seqlens.tolist()
-        if offsets[0] != 0 or offsets[-1] > tokens or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+        if offsets[0] != 0 or offsets[-1] > tokens or any(a > b for a, b in itertools.pairwise(offsets)):
             fail(op, "cu_seqlens", f"non-decreasing offsets from 0 up to at most T = {tokens}", offsets)

@@ -10,16 +10,19 @@ import torch
 
 from fla_inductor.templates import kda
 from fla_inductor.templates.render import Kernel, render
+from fla_inductor.tuning.kda import kda_config
 
 RANKS = {name: 4 for name in ("q", "k", "v", "g", "do", "h0", "dht", "dq", "dk")} | {"beta": 3, "cu_seqlens": 1}
 
 
-def problem(K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> kda.KdaProblem:
+def problem(K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16, sm: int = 90,
+            **changes: Any) -> kda.KdaProblem:
     base: dict[str, Any] = dict(q_shape=(1, 8192, 32, K), v_shape=(1, 8192, 32, V), dtypes=(dtype,) * 3, scale=0.1,
                                 chunk_size=64, varlen=False, use_gate=True, lower_bound=None, has_A=True, has_bias=True,
                                 norm=True, sigmoid=True, allow_neg_eigval=False, v_first=True, has_h0=True, has_ht=True,
                                 device=torch.device("cpu"))
-    return kda.make_problem(**{**base, **changes})
+    made = kda.make_problem(**{**base, **changes})
+    return dataclasses.replace(made, config=kda_config(made.work_dtype, K, (sm // 10, sm % 10)))
 
 
 def kernels(p: kda.KdaProblem, work: str) -> Iterator[tuple[Kernel, dict[str, str], Any]]:
@@ -43,7 +46,3 @@ def kernels(p: kda.KdaProblem, work: str) -> Iterator[tuple[Kernel, dict[str, st
 def ranks(kernel: Kernel) -> dict[str, int]:
     output = {"kda_prepare": 3, "kda_grad_intra": 3}.get(kernel.name, 4)
     return {**RANKS, "out": output}
-
-
-def with_config(p: kda.KdaProblem, **changes: Any) -> kda.KdaProblem:
-    return dataclasses.replace(p, config=dataclasses.replace(p.config, **changes))

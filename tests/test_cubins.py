@@ -28,7 +28,7 @@ MATRIX = [(90, case) for case in CASES] + [(sm, case) for sm in (80, 100) for ca
 
 @pytest.mark.parametrize(("sm", "case"), MATRIX, ids=[f"sm{sm}-{case}" for sm, case in MATRIX])
 def test_kernels_compile(sm: int, case: str) -> None:
-    problem = kda_kernels.problem(**CASES[case])
+    problem = kda_kernels.problem(sm=sm, **CASES[case])
     work = "float32" if case.startswith("fp32") else "bfloat16"
     for kernel, dtypes, config in kda_kernels.kernels(problem, work):
         binary = cubin.compile_kernel(kernel, dtypes, kda_kernels.ranks(kernel), sm, config.num_warps,

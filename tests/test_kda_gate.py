@@ -1,4 +1,4 @@
-"""`fused_kda_gate`: values and gradients, the unit scale, saturation, sums of parameter gradients, tracing, bad input."""
+"""`fused_kda_gate`: values and gradients, the unit scale, saturation, parameter gradients, tracing, bad input."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def test_reference(name: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("backend", op_checks.BACKENDS)
-@pytest.mark.parametrize("name", ["softplus_permuted", "bounded_low_precision"])
-def test_compiles_in_every_backend(name: str, backend: str, device: torch.device) -> None:
-    sample = op_checks.get_sample(CONTRACT, device, torch.bfloat16, name)
+def test_compiles_in_every_backend(backend: str, device: torch.device) -> None:
+    sample = op_checks.get_sample(CONTRACT, device, torch.bfloat16, "softplus_permuted")
     op_checks.assert_compiles(CONTRACT, sample, backend, 1e-3)
 
 
@@ -47,7 +46,11 @@ def test_two_graphs_for_any_length(lower_bound: float | None, device: torch.devi
 
 @pytest.mark.parametrize(
     ("lower_bound", "bias", "backend"),
-    [*itertools.product((None, -5.0, -0.5), (True, False), (None,)), (None, True, "inductor"), (-5.0, True, "inductor")],
+    [
+        *itertools.product((None, -5.0, -0.5), (True, False), (None,)),
+        (None, True, "inductor"),
+        (-5.0, True, "inductor"),
+    ],
 )
 def test_no_scale_is_a_scale_of_one_bit_by_bit(
     lower_bound: float | None, bias: bool, backend: str | None, device: torch.device
@@ -90,7 +93,9 @@ def test_bounded_gate_saturates(device: torch.device) -> None:
 @BOUNDS
 @pytest.mark.parametrize("with_scale", [True, False], ids=["scale", "no_scale"])
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no_bias"])
-def test_optional_parameters(with_scale: bool, with_bias: bool, lower_bound: float | None, device: torch.device) -> None:
+def test_optional_parameters(
+    with_scale: bool, with_bias: bool, lower_bound: float | None, device: torch.device
+) -> None:
     g, A_log, dt_bias = inputs(device)
     given: dict[str, Any] = {"lower_bound": lower_bound}
     if with_scale:
@@ -184,7 +189,7 @@ def test_fake_tensors(device: torch.device) -> None:
     tensors = inputs(device)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in tensors]
-        y = fused_kda_gate(*fakes)
+        y = fused_kda_gate(fakes[0], fakes[1], fakes[2])
         grads = torch.autograd.grad(y.sum(), fakes)
     assert [x.shape for x in grads] == [x.shape for x in tensors]
     assert y.stride() == fused_kda_gate(*tensors).stride()
@@ -198,7 +203,9 @@ def test_export(strict: bool, device: torch.device) -> None:
 
     tokens = torch.export.Dim("T", min=2)
     with torch.no_grad():
-        exported = torch.export.export(Module(), inputs(device), dynamic_shapes=({1: tokens}, None, None), strict=strict)
+        exported = torch.export.export(
+            Module(), inputs(device), dynamic_shapes=({1: tokens}, None, None), strict=strict
+        )
     assert not any("fla_inductor" in str(node.target) for node in exported.run_decompositions().graph.nodes)
     longer = inputs(device, 65)
     assert torch.equal(exported.module()(*longer), fused_kda_gate(*longer, lower_bound=-5.0))
@@ -206,14 +213,17 @@ def test_export(strict: bool, device: torch.device) -> None:
 
 def test_bad_input() -> None:
     g, A_log, dt_bias = (x.detach() for x in inputs(torch.device("cpu")))
-    refuses = op_checks.assert_refuses
-    refuses(fused_kda_gate, TypeError, "fused_kda_gate: argument `g`: expected dtype .* got torch.int32", g.int())
-    refuses(fused_kda_gate, TypeError, "argument `A_log`: expected dtype .* got torch.float64", g, A_log.double())
-    refuses(fused_kda_gate, TypeError, "argument `dt_bias`: expected dtype .* got torch.int64", g, A_log, dt_bias.long())
-    refuses(fused_kda_gate, TypeError, "argument `output_dtype`: .* torch.float64", g, output_dtype=torch.float64)
-    refuses(fused_kda_gate, ValueError, r"argument `g`: expected shape \[..., HV, K\], got \[20\]", g[0, 0, 0])
-    refuses(fused_kda_gate, ValueError, r"argument `A_log`: expected HV = 3 elements, got shape \[2\]", g, A_log[:2])
-    refuses(fused_kda_gate, ValueError, "argument `dt_bias`: expected HV . K = 60 elements", g, A_log, dt_bias[:HV])
-    refuses(fused_kda_gate, ValueError, "argument `A_log`: expected device cpu .* got meta", g, A_log.to("meta"))
+
+    def refuses(kind: type[Exception], text: str, *args: Any, **kwargs: Any) -> None:
+        op_checks.assert_refuses(fused_kda_gate, kind, text, *args, **kwargs)
+
+    refuses(TypeError, "fused_kda_gate: argument `g`: expected dtype .* got torch.int32", g.int())
+    refuses(TypeError, "argument `A_log`: expected dtype .* got torch.float64", g, A_log.double())
+    refuses(TypeError, "argument `dt_bias`: expected dtype .* got torch.int64", g, A_log, dt_bias.long())
+    refuses(TypeError, "argument `output_dtype`: .* torch.float64", g, output_dtype=torch.float64)
+    refuses(ValueError, r"argument `g`: expected shape \[..., HV, K\], got \[20\]", g[0, 0, 0])
+    refuses(ValueError, r"argument `A_log`: expected HV = 3 elements, got shape \[2\]", g, A_log[:2])
+    refuses(ValueError, "argument `dt_bias`: expected HV . K = 60 elements", g, A_log, dt_bias[:HV])
+    refuses(ValueError, "argument `A_log`: expected device cpu .* got meta", g, A_log.to("meta"))
     with pytest.raises(TypeError, match="beta"):
         fused_kda_gate(g, beta=g)  # type: ignore[call-arg]

@@ -41,7 +41,13 @@ def test_no_rows_cold_and_warm(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     "view",
-    [lambda x: x[:, :, ::2], lambda x: x[..., :5], lambda x: x[0].t(), lambda x: x[:, :1].expand(3, 4, 10), lambda x: x[:, ::2]],
+    [
+        lambda x: x[:, :, ::2],
+        lambda x: x[..., :5],
+        lambda x: x[0].t(),
+        lambda x: x[:, :1].expand(3, 4, 10),
+        lambda x: x[:, ::2],
+    ],
     ids=["inner_stride", "padded_rows", "transposed", "expanded", "outer_stride"],
 )
 def test_views_are_read_through_their_strides(view: object, device: torch.device) -> None:

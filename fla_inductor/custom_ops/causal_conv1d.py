@@ -1,8 +1,8 @@
 """`causal_conv1d` and `causal_conv1d_update`: the short depthwise convolution over time, and its one-token form.
 
-Both operators are composite: they are gone before Inductor sees the graph. The convolution is W shifted multiply-adds, so
-it is one pointwise kernel together with what stands beside it. Its backward is written out: gradients of states are read
-where autograd would scatter, so they need no atomics, and nothing but the arguments is kept for it.
+Both operators are composite: they are gone before Inductor sees the graph. The convolution is W shifted multiply-adds,
+so it is one pointwise kernel together with what stands beside it. Its backward is written out: gradients of states are
+read where autograd would scatter, so they need no atomics, and nothing but the arguments is kept for it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _bounds(offsets: Tensor | None, T: int) -> tuple[int | Tensor, int | Tensor]
 
 
 def _index(x: Tensor, *index: Tensor | None) -> Tensor:
-    """x[index], with None for a whole dimension; unlike the brackets also for fake tensors of a device that is not there."""
+    """x[index], with None for a whole dimension; unlike the brackets it takes fake tensors of an absent device."""
     return torch.ops.aten.index.Tensor(x, index)
 
 
@@ -94,7 +94,7 @@ def _slots(state: Tensor, slot: Tensor, keep: Tensor) -> Tensor:
 
 
 def _slot_of_each_token(state: Tensor, tokens: _Tokens | None, slot: Tensor, keep: Tensor) -> Tensor:
-    """For each token a column of the state of its sequence, [N, T, D] or packed [1, T, D]; zeros where `keep` is false."""
+    """For each token a column of its sequence's state, [N, T, D] or packed [1, T, D]; zeros where `keep` is false."""
     if tokens is None:
         return _slots(state, slot, keep).mT
     column = _index(state.mT, tokens.sequence, slot.clamp(0, state.shape[2] - 1))
@@ -123,7 +123,7 @@ def _weighted(taps: Sequence[Tensor], weight: Tensor) -> Tensor:
 
 
 def _share_of_state(state: Tensor, weight: Tensor, tokens: _Tokens | None, T: int) -> Tensor:
-    """What the initial state adds to the first W - 1 tokens of each sequence: slot r + i + 1 through column i to token r."""
+    """What the initial state adds to the first W - 1 tokens of a sequence: to token r slot r + i + 1 times column i."""
     W = weight.shape[1]
     share = state.new_zeros(*state.shape[:2], W - 1, dtype=weight.dtype)
     for i, column in enumerate(weight.unbind(1)[:-1]):
@@ -158,9 +158,9 @@ def _final_state(x: Tensor, state: Tensor | None, offsets: Tensor | None, W: int
 
 
 def _gradient_of_x(dpre: Tensor, dfinal: Tensor | None, weight: Tensor, tokens: _Tokens | None) -> Tensor:
-    """Token t met column W - 1 - s at token t + s of its sequence, and is in the final state if it is one of the last W."""
+    """Token t met column W - 1 - s at token t + s of its sequence, and the last W tokens are in the final state."""
     T, W = dpre.shape[1], weight.shape[1]
-    # the row ahead is not used: Inductor inlines what is padded at both ends, and writes to memory what is padded at one
+    # the row ahead is not used: Inductor inlines what is padded at both ends, and stores what is padded behind only
     padded = F.pad(dpre, (0, 0, 1, W - 1))
     parts = [padded.narrow(1, W - i, T) for i in range(W)]
     if tokens is not None:
@@ -191,7 +191,7 @@ def _gradient_of_weight(taps: Sequence[Tensor], dpre: Tensor, first: Tensor | No
 
 
 def _gradient_of_state(first: Tensor, dfinal: Tensor | None, weight: Tensor, offsets: Tensor | None, T: int) -> Tensor:
-    """Slot r + i + 1 met column i at token r; where a sequence is shorter than W, slots are passed on to the final state."""
+    """Slot r + i + 1 met column i at token r; a sequence shorter than W passes slots on to the final state."""
     W = weight.shape[1]
     dstate = first.new_zeros(first.shape[0], W, first.shape[2])
     for i, column in enumerate(weight.unbind(1)[:-1]):
@@ -254,8 +254,8 @@ class _CausalConv1d(torch.autograd.Function):
         dy = x.new_zeros(x.shape, dtype=torch.float32) if dy is None else dy.float()
         if tokens is not None:
             dy = _select((tokens.before >= 0).unsqueeze(1), dy)
-        # AOTAutograd shares equal nodes of forward and backward and then keeps the padded input, which it does not recompute:
-        # with one more row the nodes differ, and `x` itself is what is kept
+        # AOTAutograd merges equal nodes of forward and backward, and then keeps the padded input, which it does not
+        # recompute: with one more row the nodes differ, and `x` itself is what is kept
         taps = _taps(x, tokens, W, rows_behind=1)
         dpre = dy
         if ctx.activation is not None:
@@ -383,12 +383,12 @@ def causal_conv1d(
         weight: [D, W], required.
         bias: [D], or None.
         residual: [B, T, D], added after the activation, or None.
-        initial_state: [N, D, W], the W inputs before each sequence, newest last (the oldest is not used), or None. N is B,
-            or the number of sequences.
+        initial_state: [N, D, W], the W inputs before each sequence, newest last (the oldest is not used), or None. N is
+            B, or the number of sequences.
         output_final_state: also return the last W inputs of each sequence.
         activation: "silu", "swish" (the same) or None.
-        cu_seqlens: [N + 1], int32 or int64, offsets of the sequences packed in a batch of 1. Sequences may be empty. Tokens
-            after the last offset are read by nobody; their outputs and gradients are zero.
+        cu_seqlens: [N + 1], int32 or int64, offsets of the sequences packed in a batch of 1. Sequences may be empty.
+            Tokens after the last offset are not read; their outputs and gradients are zero.
         backend: accepted and not used, so that calls written for FLA run unchanged.
         cu_seqlens_cpu: as `backend`.
         chunk_indices: as `backend`.
@@ -399,8 +399,8 @@ def causal_conv1d(
 
     Raises:
         TypeError: a dtype that is not float32, bfloat16 or float16, or offsets that are not int32 or int64.
-        ValueError: no weight, an unknown activation, wrong shapes, `cu_seqlens` with a batch size other than 1, or devices
-            that differ.
+        ValueError: no weight, an unknown activation, wrong shapes, `cu_seqlens` with a batch size other than 1, or
+            devices that differ.
 
     Source: `fla.modules.convolution.causal_conv1d`.
     """
@@ -423,8 +423,9 @@ def causal_conv1d_update(
     cache <- [cache[..., 1:], x];  y = act(sum_i weight[:, i] cache[..., W' - W + i] + bias) + residual, in float32.
 
     Args:
-        x: [N, D], [N, 1, D] or [1, N, D], float32, bfloat16 or float16; other tensors may have another of the three dtypes.
-        cache: [N, D, W'] with W' >= W, earlier inputs, newest last; such as the `final_state` of `causal_conv1d`. Written.
+        x: [N, D], [N, 1, D] or [1, N, D], float32, bfloat16 or float16; other tensors may have another of the three.
+        cache: [N, D, W'] with W' >= W, earlier inputs, newest last, such as the `final_state` of `causal_conv1d`. It is
+            part of the autograd graph as any tensor that is written into, so decode under `torch.no_grad`.
         residual: the shape of `x`, added after the activation, or None.
         weight: [D, W], required.
         bias: [D], or None.

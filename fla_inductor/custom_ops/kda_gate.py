@@ -1,7 +1,7 @@
 """`fused_kda_gate`: from the raw gate projection of KDA to the natural-log decay of each channel.
 
 The operator is composite: it is gone before Inductor sees the graph, so the gate fuses with what stands beside it. Its
-autograd formulas sum the gradients of `A_log` and `dt_bias` in float32, whatever the dtypes of `g` and of the parameters.
+autograd formulas sum the gradients of `A_log` and `dt_bias` in float32, whatever the dtypes of the arguments.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def fused_kda_gate(
 ) -> Tensor:
     """Compute the log decay of KDA from its raw gate, in float32.
 
-    y = -exp(A_log) softplus(g + dt_bias), or if `lower_bound` is given y = lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+    y = -exp(A_log) softplus(g + dt_bias), or with a bound y = lower_bound sigmoid(exp(A_log) (g + dt_bias)).
     Without `A_log` the scale exp(A_log) is 1, bitwise as with an `A_log` of zeros, gradients included.
 
     The gradients of `A_log` and `dt_bias` are float32 sums over all tokens; under `torch.compile` their order is
@@ -126,10 +126,11 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
             {"g": g(2, 37, heads, channels), **parameters(dtype), **common, "output_dtype": dtype},
             grad,
         )
-        yield Sample(f"{bound}_permuted", {"g": g(heads, 2, 9, channels).permute(1, 2, 0, 3), **parameters(), **common}, grad)
-        yield Sample(f"{bound}_sliced", {"g": g(2, 9, heads, 2 * channels)[..., ::2], **parameters(), **common}, grad)
-        yield Sample(f"{bound}_expanded", {"g": g(1, 9, 1, channels).expand(2, 9, heads, channels), **parameters()}, grad)
-        yield Sample(f"{bound}_no_tokens", {"g": g(2, 0, heads, channels), **parameters(), **common}, grad)
+        more = {**parameters(), **common}
+        yield Sample(f"{bound}_permuted", {"g": g(heads, 2, 9, channels).permute(1, 2, 0, 3), **more}, grad)
+        yield Sample(f"{bound}_sliced", {"g": g(2, 9, heads, 2 * channels)[..., ::2], **more}, grad)
+        yield Sample(f"{bound}_expanded", {"g": g(1, 9, 1, channels).expand(2, 9, heads, channels), **more}, grad)
+        yield Sample(f"{bound}_no_tokens", {"g": g(2, 0, heads, channels), **more}, grad)
 
 
 CONTRACT = register(

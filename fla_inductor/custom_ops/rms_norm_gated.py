@@ -91,8 +91,8 @@ def rms_norm_gated(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Normalise x + residual by its root mean square and multiply by an activated gate, in float32.
 
-    s = x + residual;  y = (s / sqrt(mean(s^2) + eps) * weight + bias) * act(g), with act(g) = g sigmoid(g) for "swish" and
-    "silu" and sigmoid(g) for "sigmoid".
+    s = x + residual;  y = (s / sqrt(mean(s^2) + eps) * weight + bias) * act(g), with act(g) = g sigmoid(g) for "swish"
+    and "silu", and sigmoid(g) for "sigmoid".
 
     Args:
         x: [..., D], float32, bfloat16 or float16.

@@ -53,12 +53,15 @@ def level_factor(b_G, o_i, h):
 
 
 @triton.jit
-def anchor_factors(b_G, b_g, o_i, ADAPTIVE: tl.constexpr):
+def anchor_factors(b_G, b_g, o_i, ADAPTIVE: tl.constexpr, SUM_ANCHOR: tl.constexpr):
     """Row and column factors of the anchored pass over blocks of 16 rows, and the rows it serves; b_g are G's steps."""
-    n: tl.constexpr = b_G.shape[0] // 16
-    # the running sum within a block, without the block's first row: G minus the anchor
-    steps = tl.where(((o_i & 15) == 0)[:, None], 0.0, b_g)
-    d = tl.reshape(tl.cumsum(tl.reshape(steps, (n, 16, b_G.shape[1])), 1), b_G.shape)
+    if SUM_ANCHOR:
+        n: tl.constexpr = b_G.shape[0] // 16
+        # the running sum within a block, without the block's first row: G minus the anchor
+        steps = tl.where(((o_i & 15) == 0)[:, None], 0.0, b_g)
+        d = tl.reshape(tl.cumsum(tl.reshape(steps, (n, 16, b_G.shape[1])), 1), b_G.shape)
+    else:
+        d = b_G - pick_rows((o_i >> 4) << 4, o_i, b_G)
     shift = 0.5 * ANCHOR_RANGE
     if ADAPTIVE:
         ok = tl.max(-d, 1) <= ANCHOR_RANGE
@@ -97,15 +100,15 @@ def _gram_pass(b_q, b_k, row, col, pairs, b_P, b_M, DT: tl.constexpr, PREC: tl.c
 
 
 @triton.jit
-def gram_slice(b_q, b_k, b_G, b_g, b_P, b_M, o_i, NLEVEL: tl.constexpr, BOUNDED: tl.constexpr, DT: tl.constexpr,
-               PREC: tl.constexpr):
+def gram_slice(b_q, b_k, b_G, b_g, b_P, b_M, o_i, NLEVEL: tl.constexpr, BOUNDED: tl.constexpr,
+               SUM_ANCHOR: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
     """Adds one slice of K to P (pairs j <= i of q and k) and to M (pairs j < i of k and k; its diagonal is undefined).
 
     Blocks of 16 rows are anchored, in the rows whose decay allows it; levels of 16 rows and more join the blocks. With
     BOUNDED gates, of at most five nats a step, every row allows it. Other rows take the levels below 16, and their
     diagonal, one by one.
     """
-    row, col, ok = anchor_factors(b_G, b_g, o_i, BOUNDED == 0)
+    row, col, ok = anchor_factors(b_G, b_g, o_i, BOUNDED == 0, SUM_ANCHOR)
     block = o_i >> 4
     pairs = (o_i[:, None] >= o_i[None, :]) & (block[:, None] == block[None, :]) & ok[:, None]
     b_P, b_M = _gram_pass(b_q, b_k, row, col, pairs, b_P, b_M, DT, PREC)

@@ -56,18 +56,13 @@ def _level(b_q, b_k, b_G, b_dP, b_dM, b_dPt, b_dMt, o_i, h, ok, dq, dk, dG, DT: 
 
 
 @triton.jit
-def gram_slice_backward(b_q, b_k, b_G, DP, DM, o_i, dq, dk, dG, NLEVEL: tl.constexpr, BOUNDED: tl.constexpr,
-                        BT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
-    """Adds to the gradients of q, k and G of one slice what comes through `gram_slice`.
+def gram_slice_backward(b_q, b_k, b_G, b_dP, b_dM, b_dPt, b_dMt, o_i, dq, dk, dG, NLEVEL: tl.constexpr,
+                        BOUNDED: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
+    """Adds to the gradients of q, k and G of one slice what comes through `gram_slice`, without its diagonal.
 
-    DP and DM point to the gradients of P, zero above the diagonal, and of M, zero on and above it.
+    The diagonal does not depend on G, so the caller adds it exactly. `b_dPt` and `b_dMt` are the transposes of the
+    gradients of P and M.
     """
-    o_ij = o_i[:, None] * BT + o_i[None, :]
-    o_ji = o_i[None, :] * BT + o_i[:, None]
-    b_dP = tl.load(DP + o_ij)
-    b_dM = tl.load(DM + o_ij)
-    b_dPt = tl.load(DP + o_ji)
-    b_dMt = tl.load(DM + o_ji)
     d = b_G - _pick((o_i >> 4) << 4, o_i, b_G)
     shift = 0.5 * ANCHOR_RANGE
     if BOUNDED:
@@ -78,7 +73,6 @@ def gram_slice_backward(b_q, b_k, b_G, DP, DM, o_i, dq, dk, dG, NLEVEL: tl.const
         col = tl.where(ok[None, :], tl.exp2(tl.where(ok[None, :], -d, 0.0) - shift), 0.0)
     block = o_i >> 4
     same = block[:, None] == block[None, :]
-    # the diagonal does not depend on G: it is added exactly, below
     pairs = (o_i[:, None] > o_i[None, :]) & same & ok[:, None]
     pairs_t = (o_i[:, None] < o_i[None, :]) & same & ok[None, :]
     dq, dk, dG = _adjoint(b_q, b_k, b_dP, b_dM, b_dPt, b_dMt, tl.exp2(d + shift), col, pairs, pairs_t, dq, dk, dG, DT,
@@ -89,7 +83,4 @@ def gram_slice_backward(b_q, b_k, b_G, DP, DM, o_i, dq, dk, dG, NLEVEL: tl.const
         if tl.min(ok.to(tl.int32), 0) == 0:
             for lv in range(0, 4):
                 dq, dk, dG = _level(b_q, b_k, b_G, b_dP, b_dM, b_dPt, b_dMt, o_i, 1 << lv, ok, dq, dk, dG, DT, PREC)
-    diagonal = tl.load(DP + o_i * (BT + 1)).to(tl.float32)[None, :]
-    dq += diagonal * b_k
-    dk += diagonal * b_q
     return dq, dk, dG

@@ -157,7 +157,7 @@ def _scan_backward(call: _Call, dh0: Box | None) -> Box:
 
 def _grad_intra(call: _Call) -> Box:
     p, x = call.problem, call.x
-    written = call.add_tiles({name: p.backward_shapes()[name] for name in ("DP", "DM", "Z", "SQ", "SK")})
+    written = call.add_tiles({name: p.backward_shapes()[name] for name in ("DP", "DM", "DPT", "DMT", "Z", "SQ", "SK")})
     return call.emit("kda_grad_intra", p.grad_intra(), call.slots * p.HV, written, x.beta.get_size(),
                      x.beta.get_dtype(), p.config.grad_intra)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -16,13 +18,13 @@ def causal_conv1d(
     activation: str | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y_t = act(sum_i weight[:, i] x_{t - W + 1 + i} + bias) + residual_t; x_{-j} is initial_state[..., W - j] or zero."""
+    """y_t = act(sum_i weight[:, i] x_{t-W+1+i} + bias) + residual_t; x_{-j} is initial_state[..., W - j] or zero."""
     B, T, D = x.shape
     W = weight.shape[1]
     spans = [(b, 0, T) for b in range(B)]
     if cu_seqlens is not None:
         offsets = cu_seqlens.tolist()
-        spans = [(0, start, end) for start, end in zip(offsets, offsets[1:], strict=False)]
+        spans = [(0, start, end) for start, end in itertools.pairwise(offsets)]
     rows: list[list[Tensor]] = [[] for _ in range(B)]
     states = []
     for n, (b, start, end) in enumerate(spans):

@@ -111,6 +111,7 @@ class KdaProblem:
             **self._gram(),
             **self._beta(),
             "BK": min(self.config.prepare.BK, self.BKB),
+            "SUM_ANCHOR": self.config.prepare.SUM_ANCHOR,
             "INV_DTYPE": "tl.float16" if small else "tl.float32",
             "INV_PREC": "'tf32x3'" if self.work_dtype == "float32" else "'tf32'",
             "STORE_M": store_m,
@@ -206,7 +207,8 @@ class KdaProblem:
         """Scratch of the backward kernels per (slot, value head), without the partial sums."""
         C, KP, VP, work = self.chunk_size, self.KP, self.VP, self.work_dtype
         shapes = {"ES": ((VP, KP), work), "Y": ((VP, C), work), "Z": ((VP, C), work)}
-        shapes |= {"DP": ((C, C), work), "DM": ((C, C), work), "SQ": ((C,), "float32"), "SK": ((C,), "float32")}
+        shapes |= {name: ((C, C), work) for name in ("DP", "DM", "DPT", "DMT")}
+        shapes |= {"SQ": ((C,), "float32"), "SK": ((C,), "float32")}
         return shapes
 
 

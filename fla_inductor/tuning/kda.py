@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class KdaPrepareConfig:
-    """BK channels of K are held in registers at a time."""
+    """BK channels of K are held in registers at a time; SUM_ANCHOR finds G minus its anchor by a sum, not a product."""
 
-    BK: int = 64
+    BK: int = 32
+    SUM_ANCHOR: bool = False
     num_warps: int = 4
     num_stages: int = 1
 
@@ -37,10 +38,10 @@ class KdaGradIntraConfig:
 class KdaGradInputConfig:
     """BK channels of K in one program, BV columns of V at a time."""
 
-    BK: int = 32
-    BV: int = 32
-    num_warps: int = 8
-    num_stages: int = 1
+    BK: int = 16
+    BV: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ DEFAULT = KdaConfig()
 
 # float32 tiles take twice the shared memory and three products each: smaller tiles, no pipelining
 FLOAT32 = KdaConfig(
-    prepare=KdaPrepareConfig(BK=64),
+    prepare=KdaPrepareConfig(BK=32),
     scan=KdaScanConfig(BV=16, num_stages=1),
     scan_backward=KdaScanConfig(BV=16, num_stages=1),
     grad_intra=KdaGradIntraConfig(BV=16, num_stages=1),
-    grad_input=KdaGradInputConfig(BV=16, num_stages=1),
+    grad_input=KdaGradInputConfig(BV=32, num_stages=1),
 )
 
 
@@ -82,6 +83,8 @@ WIDE = replace(DEFAULT, scan_backward=KdaScanConfig(num_stages=1))
 
 def kda_config(work_dtype: str, K: int, capability: tuple[int, int] | None) -> KdaConfig:
     """The configuration for a work dtype ("float32" or "bfloat16") on a device of this compute capability."""
-    if work_dtype == "float32":
-        return FLOAT32
-    return WIDE if K > 128 else DEFAULT
+    config = FLOAT32 if work_dtype == "float32" else WIDE if K > 128 else DEFAULT
+    if capability is not None and capability[0] >= 10:
+        # unmeasured: Triton 3.6 cannot compile the product form for Blackwell's tensor memory
+        return replace(config, prepare=replace(config.prepare, SUM_ANCHOR=True))
+    return config
