@@ -362,7 +362,8 @@ def test_two_graphs_for_any_length(device: torch.device) -> None:
     assert list(op_checks.graphs(dense, calls))[-1] <= 2
 
 
-def test_two_graphs_for_any_packing(device: torch.device) -> None:
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+def test_two_graphs_for_any_packing(dynamic: bool | None, device: torch.device) -> None:
     def packed(cu_seqlens: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         arguments: dict[str, Any] = dict(zip(NAMES, tensors, strict=True))
         return conv(**arguments, cu_seqlens=cu_seqlens)
@@ -371,7 +372,7 @@ def test_two_graphs_for_any_packing(device: torch.device) -> None:
     for T, N in ((65, 1), (127, 2), (193, 3), (1024, 7), (65, 8), (127, 16)):
         cuts = sorted(torch.randint(0, T + 1, (N - 1,)).tolist())
         calls.append((offsets([0, *cuts, T], device), *inputs(device, 1, T, N).values()))
-    assert list(op_checks.graphs(packed, calls))[-1] <= 2
+    assert list(op_checks.graphs(packed, calls, dynamic=dynamic))[-1] <= 2
 
 
 def test_offsets_changed_in_place_are_followed(device: torch.device) -> None:

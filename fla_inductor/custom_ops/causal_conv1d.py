@@ -54,7 +54,7 @@ def _tokens(offsets: Tensor, T: int) -> _Tokens:
     before = torch.where(sequence < last, token - start, -1)
     # int32, because AOTAutograd would keep a mask made from int64 for the backward: four times smaller than what it is
     # computed from, it counts as the result of a reduction
-    return _Tokens(sequence.clamp(max=max(last - 1, 0)), before.int(), (end - 1 - token).int())
+    return _Tokens(sequence.clamp(max=last - 1), before.int(), (end - 1 - token).int())
 
 
 def _bounds(offsets: Tensor | None, T: int) -> tuple[int | Tensor, int | Tensor]:

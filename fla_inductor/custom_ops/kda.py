@@ -7,6 +7,7 @@ activated is kept for the backward. CUDA tensors go to the Triton templates, all
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fla_inductor import _checks
 from fla_inductor._library import LIB, NAMESPACE, TAGS
+from fla_inductor.contract import OpContract, Sample, register
 from fla_inductor.reference import kda as reference
 
 MAX_HEAD_DIM = 256
@@ -96,7 +98,52 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: f
               return_intermediate_states: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
               cu_seqlens_cpu: Tensor | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
               chunk_size: int = 64) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """Kimi Delta Attention over whole sequences, computed chunk by chunk."""
+    """Kimi Delta Attention over whole sequences, computed chunk by chunk.
+
+    For each value head, with decay exp(g_t) per key channel:
+
+        S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t
+
+    Value head h reads query/key head h // (HV // H). Computation is in float32 on the CPU; on CUDA gates, sums and the
+    state are float32 and products take bfloat16 operands (float32 accuracy if any of q, k, v is float32). Operand
+    dtypes may differ from each other; autocast does not change them.
+
+    Args:
+        q: [B, T, H, K], float32, bfloat16 or float16, as all tensors that follow; K up to 256.
+        k: [B, T, H, K].
+        v: [B, T, HV, V]; V up to 256, HV a multiple of H.
+        g: [B, T, HV, K], natural-log decay, at most 0 (-inf resets the state); the raw gate if `use_gate_in_kernel`.
+        beta: [B, T, HV], the writing strength; its logit if `use_beta_sigmoid_in_kernel`.
+        scale: factor of the output; K ** -0.5 if None.
+        initial_state: [N, HV, K, V]; N = B, or the number of sequences in `cu_seqlens`. Zeros if None.
+        output_final_state: return the state after the last token.
+        use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6) over K.
+        use_gate_in_kernel: g is -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+        use_beta_sigmoid_in_kernel: beta is sigmoid(beta), doubled if `allow_neg_eigval`.
+        allow_neg_eigval: beta up to 2; needs `use_beta_sigmoid_in_kernel`.
+        safe_gate: `lower_bound` must then be in [-5, 0).
+        lower_bound: selects the bounded gate; natural-log units a token.
+        disable_recompute: keep the states between chunks for the backward instead of computing them again.
+        return_intermediate_states: also return the states that enter each chunk.
+        state_v_first: states are [N, HV, V, K].
+        cu_seqlens: [N + 1] int32 or int64 offsets of packed sequences (B = 1), empty ones allowed; tokens after the last
+            offset give zeros.
+        cu_seqlens_cpu: accepted for FLA's sake; nothing here needs it.
+        A_log: HV elements in any shape; None is a gate of unit scale, as zeros.
+        dt_bias: HV * K elements in any shape; None is no bias.
+        chunk_size: 32 or 64.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype; the final state [N, HV, K, V] in float32 or None; if asked for, the states that
+        enter each chunk, [B, NC, HV, K, V] in k's dtype, without gradient. NC = ceil(T / chunk_size); for packed
+        sequences NC = ceil(T / chunk_size) + N, chunk t of sequence n at cu_seqlens[n] // chunk_size + n + t.
+
+    Raises:
+        ValueError: shapes, sizes or flags that do not go together.
+        TypeError: a dtype other than the three, or an argument that is not a tensor.
+
+    Source: Kimi Linear (arXiv 2510.26692); `fla.ops.kda.chunk_kda`.
+    """
     check_cu_seqlens_cpu("chunk_kda", cu_seqlens, cu_seqlens_cpu)
     save_states = return_intermediate_states or (disable_recompute and torch.is_grad_enabled())
     o, final_state, states = torch.ops.fla_inductor.chunk_kda(
@@ -344,3 +391,105 @@ def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
 
 torch.library.register_autograd(f"{NAMESPACE}::chunk_kda", _autograd, setup_context=_setup_context, lib=LIB)
 torch.library.register_autograd(f"{NAMESPACE}::chunk_kda_backward", _no_double_backward, lib=LIB)
+
+
+# Contract
+
+_TOLERANCES = {
+    torch.float32: {"default": 1e-4, "o": 1e-5, "final_state": 1e-5},
+    torch.bfloat16: {"o": 5e-3, "final_state": 5e-3, "g": 1.5e-2, "beta": 1.5e-2, "A_log": 1.5e-2, "dt_bias": 1.5e-2,
+                     "default": 8e-3},
+}
+_TOLERANCES[torch.float16] = _TOLERANCES[torch.bfloat16]
+
+
+def make_sample(device: torch.device, dtype: torch.dtype, name: str, *, B: int = 1, T: int = 65, H: int = 2,
+                HV: int = 2, K: int = 24, V: int = 40, state: bool = True, A_log: bool = True, dt_bias: bool = True,
+                cu: tuple[int, ...] | None = None, permuted: bool = False, headwise: bool = False,
+                **flags: Any) -> Sample:
+    """Random arguments of a call; gate, norm and sigmoid in the kernel unless `flags` say otherwise."""
+    generator = torch.Generator().manual_seed(T * 1009 + HV * 97 + K * 13 + V)
+    flags = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+             "output_final_state": True, **flags}
+
+    def new(*size: int) -> Tensor:
+        if not permuted:
+            return torch.randn(*size, generator=generator)
+        order = [1, 0, *range(2, len(size))]
+        return torch.randn([size[i] for i in order], generator=generator).permute(order)
+
+    q, k, v, g = new(B, T, H, K), new(B, T, H, K), new(B, T, HV, V), new(B, T, HV, K)
+    beta = new(B, T, HV, V) if headwise else new(B, T, HV)
+    if not flags["use_qk_l2norm_in_kernel"]:
+        q, k = torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1)
+    if not flags["use_gate_in_kernel"]:
+        g = torch.nn.functional.logsigmoid(g)
+    if not flags["use_beta_sigmoid_in_kernel"]:
+        beta = beta.sigmoid()
+    kwargs: dict[str, Any] = {n: x.to(device, dtype) for n, x in
+                              (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+    if A_log and flags["use_gate_in_kernel"]:
+        kwargs["A_log"] = torch.randn(HV, generator=generator).to(device)
+    if dt_bias and flags["use_gate_in_kernel"]:
+        kwargs["dt_bias"] = torch.randn(HV * K, generator=generator).to(device)
+    if state:
+        N = B if cu is None else len(cu) - 1
+        sizes = (N, HV, V, K) if flags.get("state_v_first") else (N, HV, K, V)
+        kwargs["initial_state"] = torch.randn(sizes, generator=generator).to(device)
+    grad = tuple(kwargs)
+    if cu is not None:
+        kwargs["cu_seqlens"] = torch.tensor(cu, dtype=torch.int32, device=device)
+    dynamic = {n: 1 for n in ("q", "k", "v", "g", "beta")} if cu is None else {}
+    return Sample(name, {**kwargs, **flags}, grad, dynamic)
+
+
+# sample id -> what sets it apart
+SAMPLES: dict[str, dict[str, Any]] = {
+    "gva": {"B": 2, "HV": 6},
+    "one_token": {"T": 1, "K": 16, "V": 16},
+    "long": {"T": 130, "B": 2, "HV": 4, "state": False},
+    "bounded": {"lower_bound": -5.0, "safe_gate": True, "state_v_first": True},
+    "bounded_no_A_log": {"lower_bound": -3.0, "A_log": False},
+    "no_A_log": {"A_log": False, "allow_neg_eigval": True},
+    "no_bias": {"dt_bias": False, "scale": 0.3},
+    "outside": {"use_qk_l2norm_in_kernel": False, "use_gate_in_kernel": False, "use_beta_sigmoid_in_kernel": False},
+    "packed": {"T": 100, "cu": (0, 0, 5, 5, 70, 90), "HV": 4},
+    "permuted": {"T": 70, "B": 3, "permuted": True},
+    "chunk_32": {"chunk_size": 32, "T": 70, "disable_recompute": True},
+}
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for name, options in SAMPLES.items():
+        yield make_sample(device, dtype, name, **options)
+
+
+def _reference(**kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """The token-by-token definition; what only concerns chunks means nothing to it."""
+    ignored = ("chunk_size", "safe_gate", "disable_recompute")
+    return reference.recurrent(**{name: x for name, x in kwargs.items() if name not in ignored})
+
+
+def flops(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Multiply-adds, times two, of the chunk form's forward at the chunk size of 64."""
+    B, T, HV, V = v.shape
+    K, C = q.shape[3], 64
+    return 2 * B * T * HV * (2 * C * K + C * C + C * (K + 2 * V) + 3 * K * V)
+
+
+CONTRACT = register(
+    OpContract(
+        name="chunk_kda",
+        public=chunk_kda,
+        reference=_reference,
+        samples=_samples,
+        tolerances=_TOLERANCES,
+        outputs=("o", "final_state"),
+        features=frozenset({"backward", "varlen", "state", "gva", "cuda_graph", "aoti"}),
+        flops=flops,
+        fla_name="fla.ops.kda.chunk_kda",
+        hf_names=("chunk_kimi_delta_attention",),
+        templates=("kda_prepare", "kda_scan", "kda_scan_backward", "kda_grad_intra", "kda_grad_input"),
+        lowering="lowerings/kda.py",
+    )
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from fla_inductor import _checks
 from fla_inductor._library import LIB, NAMESPACE, TAGS
+from fla_inductor.contract import OpContract, Sample, register
 from fla_inductor.custom_ops import kda
 from fla_inductor.reference import kda as reference
 
@@ -53,7 +55,42 @@ def fused_recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
                         use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
                         lower_bound: float | None = None, state_v_first: bool = False,
                         cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Kimi Delta Attention one token after the other."""
+    """Kimi Delta Attention one token after the other, for decoding and short sequences.
+
+    The recurrence of `chunk_kda`, with the state in float32 throughout:
+
+        S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t
+
+    Differentiable, unlike FLA's: the backward is that of the chunk form, which is the same function.
+
+    Args:
+        q: [B, T, H, K], float32, bfloat16 or float16, as all tensors that follow; K up to 256.
+        k: [B, T, H, K].
+        v: [B, T, HV, V]; V up to 256, HV a multiple of H.
+        g: [B, T, HV, K], natural-log decay, at most 0 (-inf resets the state); the raw gate if `use_gate_in_kernel`.
+        beta: [B, T, HV], or [B, T, HV, V] for a strength of each column; its logit if `use_beta_sigmoid_in_kernel`.
+        A_log: HV elements in any shape; None is a gate of unit scale, as zeros.
+        dt_bias: HV * K elements in any shape; None is no bias.
+        scale: factor of the output; K ** -0.5 if None.
+        initial_state: [N, HV, K, V]; N = B, or the number of sequences in `cu_seqlens`. Zeros if None.
+        output_final_state: return the state after the last token.
+        use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6) over K.
+        use_gate_in_kernel: g is -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+        use_beta_sigmoid_in_kernel: beta is sigmoid(beta), doubled if `allow_neg_eigval`.
+        allow_neg_eigval: beta up to 2; needs `use_beta_sigmoid_in_kernel`.
+        lower_bound: selects the bounded gate; natural-log units a token.
+        state_v_first: states are [N, HV, V, K].
+        cu_seqlens: [N + 1] int32 or int64 offsets of packed sequences (B = 1); tokens after the last offset give zeros.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 or None.
+
+    Raises:
+        ValueError: shapes, sizes or flags that do not go together.
+        TypeError: a dtype other than the three, or an argument that is not a tensor.
+
+    Source: Kimi Linear (arXiv 2510.26692); `fla.ops.kda.fused_recurrent_kda`.
+    """
     o, final_state = torch.ops.fla_inductor.fused_recurrent_kda(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, kda.default_scale(q) if scale is None else scale,
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -206,3 +243,39 @@ def _headwise_gradients(x: Recurrent, do: Tensor | None, dht: Tensor | None) -> 
 
 
 torch.library.register_autograd(f"{NAMESPACE}::fused_recurrent_kda", _autograd, setup_context=_setup_context, lib=LIB)
+
+
+# Contract
+
+SAMPLES: dict[str, dict[str, Any]] = {
+    "step": {"T": 1, "B": 3, "HV": 6, "state_v_first": True},
+    "some_steps": {"T": 7, "HV": 4, "lower_bound": -5.0},
+    "no_A_log": {"T": 5, "A_log": False, "allow_neg_eigval": True, "state": False},
+    "outside": {"T": 9, "use_qk_l2norm_in_kernel": False, "use_gate_in_kernel": False,
+                "use_beta_sigmoid_in_kernel": False},
+    "packed": {"T": 20, "cu": (0, 0, 1, 1, 12, 18), "dt_bias": False},
+    "headwise": {"T": 6, "headwise": True, "K": 16, "V": 12},
+    "permuted": {"T": 70, "B": 2, "permuted": True},
+}
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for name, options in SAMPLES.items():
+        yield kda.make_sample(device, dtype, name, **options)
+
+
+CONTRACT = register(
+    OpContract(
+        name="fused_recurrent_kda",
+        public=fused_recurrent_kda,
+        reference=reference.recurrent,
+        samples=_samples,
+        tolerances=kda.CONTRACT.tolerances,
+        outputs=("o", "final_state"),
+        features=frozenset({"backward", "varlen", "state", "gva", "cuda_graph", "aoti"}),
+        fla_name="fla.ops.kda.fused_recurrent_kda",
+        hf_names=("recurrent_kimi_delta_attention",),
+        templates=("kda_recurrent",),
+        lowering="lowerings/kda.py",
+    )
+)
