@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import interpreter
+import kda_behaviour
 import op_checks
 import pytest
 import torch
-from torch import Tensor
 
 import fla_inductor
 from fla_inductor.contract import REGISTRY
@@ -39,137 +37,40 @@ def test_matches_reference(op: str, name: str, dtype: torch.dtype) -> None:
     op_checks.assert_matches_reference(contract, op_checks.get_sample(contract, torch.device("cpu"), dtype, name), dtype)
 
 
-def inputs(T: int = 100, K: int = 16, V: int = 24, HV: int = 2, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(3)
-
-    def rn(*size: int) -> Tensor:
-        return torch.randn(*size, generator=g)
-
-    x = {"q": rn(1, T, 1, K), "k": rn(1, T, 1, K), "v": rn(1, T, HV, V), "g": rn(1, T, HV, K), "beta": rn(1, T, HV)}
-    return {name: t.to(dtype) for name, t in x.items()} | {"A_log": rn(HV), "dt_bias": rn(HV * K)}
-
-
-FLAGS: dict[str, Any] = {
-    "use_gate_in_kernel": True,
-    "use_qk_l2norm_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True,
-}
-
-
-def run(x: dict[str, Tensor], do: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    x = {name: t.detach().requires_grad_() for name, t in x.items()}
-    o, ht = fla_inductor.chunk_kda(**x, **FLAGS, output_final_state=True, **kwargs)
-    assert ht is not None
-    loss = (o.float() * (o if do is None else do).detach().float()).sum()
-    if do is None:
-        loss = loss + ht.square().sum()
-    loss.backward()
-    return o.detach(), {name: t.grad for name, t in x.items() if t.grad is not None}
-
-
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_no_A_log_is_unit_scale_bit_for_bit(lower_bound: float | None) -> None:
-    x = inputs()
-    x["A_log"] = torch.zeros_like(x["A_log"])
-    o, grads = run(x, lower_bound=lower_bound)
-    del x["A_log"]
-    o_none, grads_none = run(x, lower_bound=lower_bound)
-    assert torch.equal(o, o_none)
-    for name, grad in grads_none.items():
-        assert torch.equal(grad, grads[name]), name
+    kda_behaviour.no_A_log_is_unit_scale_bit_for_bit("cpu", lower_bound)
 
 
 @pytest.mark.parametrize("strong", [False, True])
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_future_tokens_change_nothing_before_them(lower_bound: float | None, strong: bool) -> None:
-    """Outputs, and gradients of a loss on them, bit for bit; the strong gates make later rows leave the anchored pass."""
-    x, cut = inputs(), 70
-    if strong:
-        x["g"][:, cut:] = 60.0
-    do = torch.zeros_like(x["v"])
-    do[:, :cut] = torch.randn(do[:, :cut].shape).to(do.dtype)
-    o, grads = run(x, do, lower_bound=lower_bound)
-    for name in ("q", "k", "v", "g", "beta"):
-        x[name][:, cut:] = torch.randn(x[name][:, cut:].shape).to(x[name].dtype)
-    o_other, grads_other = run(x, do, lower_bound=lower_bound)
-    assert torch.equal(o[:, :cut], o_other[:, :cut])
-    for name in ("q", "k", "v", "g", "beta"):
-        assert torch.equal(grads[name][:, :cut], grads_other[name][:, :cut]), name
+    kda_behaviour.future_tokens_change_nothing_before_them("cpu", lower_bound, strong)
 
 
 def test_minus_infinity_is_a_full_reset() -> None:
-    x = inputs(T=70)
-    plain = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-    call = {name: x[name].detach().requires_grad_() for name in ("q", "k", "v", "beta")}
-    g = (-torch.rand_like(x["g"].float())).to(x["g"].dtype)
-    g[:, 40] = -torch.inf
-    g.requires_grad_()
-    o, ht = fla_inductor.chunk_kda(**call, g=g, output_final_state=True, **plain)
-    after, ht_after = fla_inductor.chunk_kda(**{name: t[:, 40:] for name, t in call.items()}, g=g[:, 40:],
-                                             output_final_state=True, **plain)
-    assert op_checks.error_ratio(after, o[:, 40:]) < 5e-3
-    assert ht is not None
-    assert ht_after is not None
-    assert op_checks.error_ratio(ht_after, ht) < 5e-3
-    o.float().sum().backward()
-    assert g.grad is not None
-    assert torch.isfinite(g.grad).all()
-    assert (g.grad[:, 40] == 0).all()
+    kda_behaviour.minus_infinity_is_a_full_reset("cpu")
 
 
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
 def test_garbage_after_the_last_sequence_stays_there(op: str) -> None:
-    x = inputs(T=90)
-    clean = {name: t.clone() for name, t in x.items()}
-    for name in ("q", "k", "v", "g", "beta"):
-        x[name][:, 75:] = torch.nan
-    cu = torch.tensor([0, 0, 30, 75, 75], dtype=torch.int32)
-    fn = getattr(fla_inductor, op)
-    results = []
-    for data in (x, clean):
-        data = {name: t.detach().requires_grad_() for name, t in data.items()}
-        o, ht = fn(**data, **FLAGS, cu_seqlens=cu, output_final_state=True)
-        (o.float()[:, :75].square().sum() + ht.square().sum()).backward()
-        results.append((o, ht, {name: t.grad for name, t in data.items()}))
-    (o, ht, grads), (o_clean, ht_clean, grads_clean) = results
-    assert (o[:, 75:] == 0).all()
-    assert torch.equal(o, o_clean)
-    assert torch.equal(ht, ht_clean)
-    for name, grad in grads.items():
-        assert grad is not None
-        assert torch.equal(grad, grads_clean[name]), name
-        if name not in ("A_log", "dt_bias"):
-            assert (grad[:, 75:] == 0).all(), name
+    kda_behaviour.garbage_after_the_last_sequence_stays_there("cpu", op)
 
 
 def test_offsets_that_are_wrong_stay_in_bounds() -> None:
-    """A guard page is not to be had here; what is checked is that nothing beyond the given tokens is touched."""
-    x = {name: t.detach() for name, t in inputs(T=40).items()}
-    for cu in ([0, 5000], [0, 30, 10, 4000], [3, -7, 90]):
-        call = kda.Forward(x["q"], x["k"], x["v"], x["g"], x["beta"], x["A_log"], x["dt_bias"], None,
-                           torch.tensor(cu, dtype=torch.int32), 1.0, True, True, True, True, False, False, None, False,
-                           64, False)
-        from fla_inductor.templates import kda as templates
-
-        o, ht, _ = templates.forward(*call)
-        assert o.shape == x["v"].shape
-        assert ht.shape[0] == len(cu) - 1
+    kda_behaviour.offsets_that_are_wrong_stay_in_bounds("cpu")
 
 
 def test_saved_states_give_the_gradients_of_recomputed_ones() -> None:
-    x = inputs()
-    _, saved = run(x, disable_recompute=True)
-    _, recomputed = run(x, disable_recompute=False)
-    for name, grad in saved.items():
-        assert torch.equal(grad, recomputed[name]), name
+    kda_behaviour.saved_states_give_the_gradients_of_recomputed_ones("cpu")
 
 
 @pytest.mark.parametrize(("K", "V"), [(130, 8), (256, 16)])
 def test_two_blocks_of_channels(K: int, V: int) -> None:
-    x = inputs(T=70, K=K, V=V, HV=1, dtype=torch.float32)
-    o, ht = fla_inductor.chunk_kda(**x, **FLAGS, output_final_state=True)
+    x = kda_behaviour.inputs("cpu", T=70, K=K, V=V, HV=1, dtype=torch.float32)
+    o, ht = fla_inductor.chunk_kda(**x, **kda_behaviour.FLAGS, output_final_state=True)
     contract = REGISTRY["chunk_kda"]
-    expected, ht_expected = contract.reference(**{n: t.double() for n, t in x.items()}, **FLAGS, output_final_state=True)
+    expected, ht_expected = contract.reference(**{n: t.double() for n, t in x.items()}, **kda_behaviour.FLAGS, output_final_state=True)
     assert ht is not None
     assert op_checks.error_ratio(expected, o) < 1e-5
     assert op_checks.error_ratio(ht_expected, ht) < 1e-5

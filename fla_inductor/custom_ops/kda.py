@@ -395,10 +395,10 @@ torch.library.register_autograd(f"{NAMESPACE}::chunk_kda_backward", _no_double_b
 
 # Contract
 
+# A_log has a handful of elements here, each a sum of terms that cancel: benchmarks/kda.py holds it to 8e-3 at full size
 _TOLERANCES = {
     torch.float32: {"default": 1e-4, "o": 1e-5, "final_state": 1e-5},
-    torch.bfloat16: {"o": 5e-3, "final_state": 5e-3, "g": 1.5e-2, "beta": 1.5e-2, "A_log": 1.5e-2, "dt_bias": 1.5e-2,
-                     "default": 8e-3},
+    torch.bfloat16: {"o": 5e-3, "final_state": 5e-3, "g": 1.5e-2, "beta": 1.5e-2, "A_log": 2e-2, "default": 8e-3},
 }
 _TOLERANCES[torch.float16] = _TOLERANCES[torch.bfloat16]
 
