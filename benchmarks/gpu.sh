@@ -6,9 +6,9 @@ OUT=${OUT:-benchmarks/results}
 export PYTHONPATH=.:${PYTHONPATH:-} PYTHONUNBUFFERED=1 FLA_CACHE_RESULTS=0
 python3 benchmarks/warm_fla.py --workers "${WORKERS:-8}" > "$OUT/warm_fla.log" 2>&1 &
 warm=$!
-timeout "${TEST_SECONDS:-600}" python3 -m pytest -c /dev/null --rootdir . -m gpu tests/test_gpu.py -n "${WORKERS:-8}" -q -p no:cacheprovider > "$OUT/gpu_tests.log" 2>&1
+timeout "${TEST_SECONDS:-600}" python3 -m pytest -c /dev/null --rootdir . -m gpu tests/test_gpu.py -n "${WORKERS:-8}" -v -p no:cacheprovider > "$OUT/gpu_tests.log" 2>&1
 status=$?
-tail -n 25 "$OUT/gpu_tests.log"
+grep -E "FAILED|ERROR|^E  |passed|failed" "$OUT/gpu_tests.log" | tail -n 40
 wait "$warm"
 tail -n 2 "$OUT/warm_fla.log"
 timeout "${BENCH_SECONDS:-600}" python3 benchmarks/kda.py --json "$OUT/kda_h200.json" 2>&1 | tail -n 8

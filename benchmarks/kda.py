@@ -35,8 +35,18 @@ FLAGS: dict[str, Any] = {
     "state_v_first": True,
 }
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-BARS = {"o": 0.005, "final_state": 0.005, "q": 0.008, "k": 0.008, "v": 0.008, "g": 0.015, "beta": 0.015, "A_log": 0.008,
-        "dt_bias": 0.008, "initial_state": 0.008}
+BARS = {
+    "o": 0.005,
+    "final_state": 0.005,
+    "q": 0.008,
+    "k": 0.008,
+    "v": 0.008,
+    "g": 0.015,
+    "beta": 0.015,
+    "A_log": 0.008,
+    "dt_bias": 0.008,
+    "initial_state": 0.008,
+}
 
 
 def make(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
@@ -48,8 +58,13 @@ def make(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
 
     dt = torch.exp(torch.rand(H * D, device="cuda") * 4.6 - 6.9).clamp_min(1e-4)
     return {
-        "q": rn(B, T, H, D), "k": rn(B, T, H, D), "v": rn(B, T, H, D), "g": rn(B, T, H, D), "beta": rn(B, T, H),
-        "A_log": torch.log(torch.rand(H, device="cuda") * 15 + 1), "dt_bias": dt + torch.log(-torch.expm1(-dt)),
+        "q": rn(B, T, H, D),
+        "k": rn(B, T, H, D),
+        "v": rn(B, T, H, D),
+        "g": rn(B, T, H, D),
+        "beta": rn(B, T, H),
+        "A_log": torch.log(torch.rand(H, device="cuda") * 15 + 1),
+        "dt_bias": dt + torch.log(-torch.expm1(-dt)),
         "initial_state": torch.randn(B, H, D, D, device="cuda"),
     }
 
@@ -80,8 +95,13 @@ def errors(x: dict[str, Tensor], do: Tensor, dht: Tensor) -> dict[str, float]:
     by_name = reference.chunk_backward(do.double(), dht.double(), *tensors, None, **options)
     pairs = {"o": (o_ref, o), "final_state": (ht_ref, ht)}
     keys = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0")
-    pairs |= {name: (by_name[key].reshape(x[name].shape), grad) for name, key, grad in zip(NAMES, keys, grads, strict=True)}
-    return {name: float((a - b.double()).square().mean().sqrt() / a.square().mean().sqrt()) for name, (a, b) in pairs.items()}
+    pairs |= {
+        name: (by_name[key].reshape(x[name].shape), grad) for name, key, grad in zip(NAMES, keys, grads, strict=True)
+    }
+    return {
+        name: float((a - b.double()).square().mean().sqrt() / a.square().mean().sqrt())
+        for name, (a, b) in pairs.items()
+    }
 
 
 def environment() -> dict[str, str]:

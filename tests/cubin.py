@@ -19,8 +19,9 @@ from fla_inductor.templates.render import Kernel
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int64": "*i64", "int32": "*i32"}
 
 
-def compile_kernel(kernel: Kernel, dtypes: Mapping[str, str], ranks: Mapping[str, int], sm: int, num_warps: int,
-                   num_stages: int) -> Any:
+def compile_kernel(
+    kernel: Kernel, dtypes: Mapping[str, str], ranks: Mapping[str, int], sm: int, num_warps: int, num_stages: int
+) -> Any:
     """`dtypes` names each tensor's dtype; the last of its `ranks` dimensions is contiguous, other strides multiples of 16."""
     names = kernel.fn.arg_names
     signature: dict[str, str] = {}
@@ -41,7 +42,9 @@ def compile_kernel(kernel: Kernel, dtypes: Mapping[str, str], ranks: Mapping[str
         if is_stride:
             attributes[(i,)] = aligned
     source = ASTSource(kernel.fn, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": num_warps, "num_stages": num_stages})
+    return triton.compile(
+        source, target=GPUTarget("cuda", sm, 32), options={"num_warps": num_warps, "num_stages": num_stages}
+    )
 
 
 def resources(binary: Any) -> dict[str, int]:

@@ -12,8 +12,10 @@ import fla_inductor
 from fla_inductor.custom_ops import kda
 from fla_inductor.templates import kda as templates
 
-def inputs(device: str, T: int = 100, K: int = 16, V: int = 24, HV: int = 2,
-           dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+
+def inputs(
+    device: str, T: int = 100, K: int = 16, V: int = 24, HV: int = 2, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
     g = torch.Generator().manual_seed(3)
 
     def rn(*size: int) -> Tensor:
@@ -30,7 +32,7 @@ FLAGS: dict[str, Any] = {
 }
 
 
-def run(x: dict[str, Tensor], do: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def run(x: dict[str, Any], do: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     o, ht = fla_inductor.chunk_kda(**x, **FLAGS, output_final_state=True, **kwargs)
     assert ht is not None
@@ -69,19 +71,20 @@ def future_tokens_change_nothing_before_them(device: str, lower_bound: float | N
 
 
 def minus_infinity_is_a_full_reset(device: str) -> None:
-    x = inputs(device, T=70)
+    x = inputs(device, T=70, dtype=torch.float32)
     plain = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
     call = {name: x[name].detach().requires_grad_() for name in ("q", "k", "v", "beta")}
     g = (-torch.rand_like(x["g"].float())).to(x["g"].dtype)
     g[:, 40] = -torch.inf
     g.requires_grad_()
     o, ht = fla_inductor.chunk_kda(**call, g=g, output_final_state=True, **plain)
-    after, ht_after = fla_inductor.chunk_kda(**{name: t[:, 40:] for name, t in call.items()}, g=g[:, 40:],
-                                             output_final_state=True, **plain)
-    assert op_checks.error_ratio(after, o[:, 40:]) < 5e-3
+    after, ht_after = fla_inductor.chunk_kda(
+        **{name: t[:, 40:] for name, t in call.items()}, g=g[:, 40:], output_final_state=True, **plain
+    )
+    assert op_checks.error_ratio(after, o[:, 40:]) < 1e-4
     assert ht is not None
     assert ht_after is not None
-    assert op_checks.error_ratio(ht_after, ht) < 5e-3
+    assert op_checks.error_ratio(ht_after, ht) < 1e-4
     o.float().sum().backward()
     assert g.grad is not None
     assert torch.isfinite(g.grad).all()
@@ -116,9 +119,28 @@ def offsets_that_are_wrong_stay_in_bounds(device: str) -> None:
     """A guard page is not to be had here; what is checked is that nothing beyond the given tokens is touched."""
     x = {name: t.detach() for name, t in inputs(device, T=40).items()}
     for cu in ([0, 5000], [0, 30, 10, 4000], [3, -7, 90]):
-        call = kda.Forward(x["q"], x["k"], x["v"], x["g"], x["beta"], x["A_log"], x["dt_bias"], None,
-                           torch.tensor(cu, dtype=torch.int32, device=device), 1.0, True, True, True, True, False, False, None, False,
-                           64, False)
+        call = kda.Forward(
+            x["q"],
+            x["k"],
+            x["v"],
+            x["g"],
+            x["beta"],
+            x["A_log"],
+            x["dt_bias"],
+            None,
+            torch.tensor(cu, dtype=torch.int32, device=device),
+            1.0,
+            True,
+            True,
+            True,
+            True,
+            False,
+            False,
+            None,
+            False,
+            64,
+            False,
+        )
         o, ht, _ = templates.forward(*call)
         assert o.shape == x["v"].shape
         assert ht.shape[0] == len(cu) - 1

@@ -12,31 +12,52 @@ from fla_inductor.templates import kda
 from fla_inductor.templates.render import Kernel, render
 from fla_inductor.tuning.kda import kda_config
 
-RANKS = {name: 4 for name in ("q", "k", "v", "g", "do", "h0", "dht", "dq", "dk")} | {"beta": 3, "cu_seqlens": 1}
+RANKS = dict.fromkeys(("q", "k", "v", "g", "do", "h0", "dht", "dq", "dk"), 4) | {"beta": 3, "cu_seqlens": 1}
 
 
-def problem(K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16, sm: int = 90,
-            **changes: Any) -> kda.KdaProblem:
-    base: dict[str, Any] = dict(q_shape=(1, 8192, 32, K), v_shape=(1, 8192, 32, V), dtypes=(dtype,) * 3, scale=0.1,
-                                chunk_size=64, varlen=False, use_gate=True, lower_bound=None, has_A=True, has_bias=True,
-                                norm=True, sigmoid=True, allow_neg_eigval=False, v_first=True, has_h0=True, has_ht=True,
-                                device=torch.device("cpu"))
+def problem(
+    K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16, sm: int = 90, **changes: Any
+) -> kda.KdaProblem:
+    base: dict[str, Any] = dict(
+        q_shape=(1, 8192, 32, K),
+        v_shape=(1, 8192, 32, V),
+        dtypes=(dtype,) * 3,
+        scale=0.1,
+        chunk_size=64,
+        varlen=False,
+        use_gate=True,
+        lower_bound=None,
+        has_A=True,
+        has_bias=True,
+        norm=True,
+        sigmoid=True,
+        allow_neg_eigval=False,
+        v_first=True,
+        has_h0=True,
+        has_ht=True,
+        device=torch.device("cpu"),
+    )
     made = kda.make_problem(**{**base, **changes})
     return dataclasses.replace(made, config=kda_config(made.work_dtype, K, (sm // 10, sm % 10)))
 
 
 def kernels(p: kda.KdaProblem, work: str) -> Iterator[tuple[Kernel, dict[str, str], Any]]:
     """(kernel, dtypes of its tensors, configuration) of each template."""
-    inputs = {name: work for name in ("q", "k", "v", "g", "beta", "do", "out", "DQ", "DK")}
-    fixed = {name: "float32" for name in ("A_log", "dt_bias", "h0", "ht", "dht", "dh0", "RK", "DA", "DBIAS")}
+    inputs = dict.fromkeys(("q", "k", "v", "g", "beta", "do", "out", "DQ", "DK"), work)
+    fixed = dict.fromkeys(("A_log", "dt_bias", "h0", "ht", "dht", "dh0", "RK", "DA", "DBIAS"), "float32")
     tiles = {name: dtype for name, (_, dtype) in {**p.tile_shapes(True), **p.backward_shapes()}.items()}
     dtypes = {**inputs, **fixed, **tiles, "STATES": p.work_dtype, "cu_seqlens": "int32"}
     c = p.config
-    table = [("kda_prepare", p.prepare(False), c.prepare), ("kda_prepare", p.prepare(True), c.prepare),
-             ("kda_scan", p.scan(False, True), c.scan), ("kda_scan", p.scan(True, False), c.scan),
-             ("kda_scan_backward", p.scan_backward(True), c.scan_backward),
-             ("kda_grad_intra", p.grad_intra(), c.grad_intra), ("kda_grad_input", p.grad_input(), c.grad_input),
-             ("kda_recurrent", p.recurrent(False), c.recurrent)]
+    table = [
+        ("kda_prepare", p.prepare(False), c.prepare),
+        ("kda_prepare", p.prepare(True), c.prepare),
+        ("kda_scan", p.scan(False, True), c.scan),
+        ("kda_scan", p.scan(True, False), c.scan),
+        ("kda_scan_backward", p.scan_backward(True), c.scan_backward),
+        ("kda_grad_intra", p.grad_intra(), c.grad_intra),
+        ("kda_grad_input", p.grad_input(), c.grad_input),
+        ("kda_recurrent", p.recurrent(False), c.recurrent),
+    ]
     for name, constants, config in table:
         kernel = render(name, {**constants, "INDEX_DTYPE": "tl.int32"})
         out = {"kda_prepare": "float32"}.get(name, work)

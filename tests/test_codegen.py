@@ -1,4 +1,4 @@
-"""What Inductor makes of the KDA operators for CUDA, without a GPU: which kernels, what fuses, and that each compiles."""
+"""What Inductor makes of the KDA operators for CUDA without a GPU: which kernels, what fuses, that each compiles."""
 
 from __future__ import annotations
 
@@ -25,17 +25,32 @@ FLAGS: dict[str, Any] = {
 }
 
 
-def inputs(T: int = 512, H: int = 2, HV: int = 2, K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16,
-           grad: bool = False) -> tuple[Tensor, ...]:
+def inputs(
+    T: int = 512,
+    H: int = 2,
+    HV: int = 2,
+    K: int = 128,
+    V: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    grad: bool = False,
+) -> tuple[Tensor, ...]:
     def new(*size: int, dtype: torch.dtype = dtype) -> Tensor:
         return nogpu.cuda(*size, dtype=dtype, requires_grad=grad)
 
-    return (new(1, T, H, K), new(1, T, H, K), new(1, T, HV, V), new(1, T, HV, K), new(1, T, HV),
-            new(HV, dtype=torch.float32), new(HV * K, dtype=torch.float32))
+    return (
+        new(1, T, H, K),
+        new(1, T, H, K),
+        new(1, T, HV, V),
+        new(1, T, HV, K),
+        new(1, T, HV),
+        new(HV, dtype=torch.float32),
+        new(HV * K, dtype=torch.float32),
+    )
 
 
-def chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor,
-          **kwargs: Any) -> Tensor:
+def chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, **kwargs: Any
+) -> Tensor:
     return fla_inductor.chunk_kda(q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, **FLAGS, **kwargs)[0]
 
 
@@ -78,8 +93,9 @@ def test_no_kernel_fills_or_copies_outputs(state: str) -> None:
         if state == "none":
             return chunk(*args)
         *rest, h0 = args
-        return fla_inductor.chunk_kda(*rest[:5], A_log=rest[5], dt_bias=rest[6], initial_state=h0,
-                                      output_final_state=True, **FLAGS)
+        return fla_inductor.chunk_kda(
+            *rest[:5], A_log=rest[5], dt_bias=rest[6], initial_state=h0, output_final_state=True, **FLAGS
+        )
 
     make = inputs if state == "none" else lambda: (*inputs(), nogpu.cuda(1, 2, 128, 128))
     launches = nogpu.capture(fn, make).launches()
@@ -92,8 +108,9 @@ def test_packed_sequences_need_no_chunk_table() -> None:
         *rest, cu = args
         return chunk(*rest, cu_seqlens=cu)
 
-    launches = nogpu.capture(fn, lambda: (*inputs(), nogpu.cuda(5, dtype=torch.int32)),
-                             mark_dynamic=[*T_IS_DYNAMIC, (7, 0)]).launches()
+    launches = nogpu.capture(
+        fn, lambda: (*inputs(), nogpu.cuda(5, dtype=torch.int32)), mark_dynamic=[*T_IS_DYNAMIC, (7, 0)]
+    ).launches()
     assert templates(launches) == launches
     assert len(launches) == 2
 
@@ -108,8 +125,9 @@ def test_a_tensor_passed_twice() -> None:
 @pytest.mark.parametrize(("recompute", "expected"), [(True, 5), (False, 4)], ids=["recompute", "saved_states"])
 def test_backward_kernels(recompute: bool, expected: int) -> None:
     """Tiles, states unless saved, reverse scan, two gradient kernels; and two sums over chunks for the parameters."""
-    capture = nogpu.capture(lambda *a: chunk(*a, disable_recompute=not recompute), lambda: inputs(grad=True),
-                            backward=True)
+    capture = nogpu.capture(
+        lambda *a: chunk(*a, disable_recompute=not recompute), lambda: inputs(grad=True), backward=True
+    )
     forward, backward = capture.launches(0), capture.launches(1)
     assert len(forward) == 2, forward
     assert len(templates(backward)) == expected, backward
@@ -122,10 +140,22 @@ def test_grouped_heads_add_one_sum_each_for_q_and_k() -> None:
 
 
 def test_recurrent_is_one_kernel() -> None:
-    def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor,
-             h0: Tensor) -> Any:
-        return fla_inductor.fused_recurrent_kda(F.silu(q), k, v, g, beta, A_log, dt_bias, initial_state=h0,
-                                                output_final_state=True, state_v_first=True, **FLAGS)
+    def step(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, h0: Tensor
+    ) -> Any:
+        return fla_inductor.fused_recurrent_kda(
+            F.silu(q),
+            k,
+            v,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            initial_state=h0,
+            output_final_state=True,
+            state_v_first=True,
+            **FLAGS,
+        )
 
     assert len(nogpu.capture(step, lambda: (*inputs(T=1), nogpu.cuda(1, 2, 128, 128))).launches()) == 1
 

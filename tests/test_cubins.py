@@ -31,7 +31,8 @@ def test_kernels_compile(sm: int, case: str) -> None:
     problem = kda_kernels.problem(sm=sm, **CASES[case])
     work = "float32" if case.startswith("fp32") else "bfloat16"
     for kernel, dtypes, config in kda_kernels.kernels(problem, work):
-        binary = cubin.compile_kernel(kernel, dtypes, kda_kernels.ranks(kernel), sm, config.num_warps,
-                                      config.num_stages)
+        binary = cubin.compile_kernel(
+            kernel, dtypes, kda_kernels.ranks(kernel), sm, config.num_warps, config.num_stages
+        )
         assert binary.asm["cubin"], kernel.name
         assert binary.metadata.shared <= SHARED_MEMORY[sm], (kernel.name, binary.metadata.shared)

@@ -38,17 +38,30 @@ def _cases() -> list[tuple[str, str, torch.dtype]]:
 CASES = _cases()
 
 
-@pytest.mark.parametrize(("op", "name", "dtype"), CASES, ids=[f"{op}-{name}-{str(dtype)[6:]}" for op, name, dtype in CASES])
+@pytest.mark.parametrize(
+    ("op", "name", "dtype"), CASES, ids=[f"{op}-{name}-{str(dtype)[6:]}" for op, name, dtype in CASES]
+)
 def test_matches_reference(op: str, name: str, dtype: torch.dtype) -> None:
     contract = REGISTRY[op]
     op_checks.assert_matches_reference(contract, op_checks.get_sample(contract, CUDA, dtype, name), dtype)
 
 
-@pytest.mark.parametrize(("K", "V", "dtype"), [
-    (8, 8, torch.bfloat16), (32, 64, torch.bfloat16), (64, 64, torch.bfloat16), (96, 128, torch.bfloat16),
-    (100, 50, torch.bfloat16), (128, 128, torch.bfloat16), (192, 40, torch.bfloat16), (256, 256, torch.bfloat16),
-    (64, 64, torch.float32), (128, 128, torch.float32), (256, 32, torch.float32),
-])
+@pytest.mark.parametrize(
+    ("K", "V", "dtype"),
+    [
+        (8, 8, torch.bfloat16),
+        (32, 64, torch.bfloat16),
+        (64, 64, torch.bfloat16),
+        (96, 128, torch.bfloat16),
+        (100, 50, torch.bfloat16),
+        (128, 128, torch.bfloat16),
+        (192, 40, torch.bfloat16),
+        (256, 256, torch.bfloat16),
+        (64, 64, torch.float32),
+        (128, 128, torch.float32),
+        (256, 32, torch.float32),
+    ],
+)
 def test_head_sizes(K: int, V: int, dtype: torch.dtype) -> None:
     """Tiles and instructions change with the head size, and on Hopper some combinations are miscompiled by Triton."""
     from fla_inductor.custom_ops.kda import make_sample
@@ -89,8 +102,9 @@ def test_saved_states_give_the_gradients_of_recomputed_ones() -> None:
 
 def layer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     """Cheap producers of the inputs and a gate after the output."""
-    o = fla_inductor.chunk_kda(F.silu(q), k.sigmoid(), v * 2, g, beta, A_log=A_log, dt_bias=dt_bias,
-                               **kda_behaviour.FLAGS)[0]
+    o = fla_inductor.chunk_kda(
+        F.silu(q), k.sigmoid(), v * 2, g, beta, A_log=A_log, dt_bias=dt_bias, **kda_behaviour.FLAGS
+    )[0]
     return o.float() * torch.sigmoid(v.float())
 
 
@@ -131,8 +145,10 @@ def test_compiled_training_step(fresh_compile: None, mode: str) -> None:
         for _ in range(3):
             torch.compiler.cudagraph_mark_step_begin()
             grads = [grad.clone() for grad in _gradients(compiled, 300)]
-    for expected, grad in zip(_gradients(layer, 300), grads, strict=True):
-        assert op_checks.error_ratio(expected, grad) < 1.5e-2
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+    for name, expected, grad in zip(names, _gradients(layer, 300), grads, strict=True):
+        # eager rounds the output to bfloat16 before the gate, compiled code need not; A_log is two cancelling sums
+        assert op_checks.error_ratio(expected, grad) < (5e-2 if name == "A_log" else 1.5e-2), name
 
 
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])

@@ -31,10 +31,14 @@ def _cases(op: str) -> list[tuple[str, torch.dtype]]:
 CASES = [(op, name, dtype) for op in ("chunk_kda", "fused_recurrent_kda") for name, dtype in _cases(op)]
 
 
-@pytest.mark.parametrize(("op", "name", "dtype"), CASES, ids=[f"{op}-{name}-{str(dtype)[6:]}" for op, name, dtype in CASES])
+@pytest.mark.parametrize(
+    ("op", "name", "dtype"), CASES, ids=[f"{op}-{name}-{str(dtype)[6:]}" for op, name, dtype in CASES]
+)
 def test_matches_reference(op: str, name: str, dtype: torch.dtype) -> None:
     contract = REGISTRY[op]
-    op_checks.assert_matches_reference(contract, op_checks.get_sample(contract, torch.device("cpu"), dtype, name), dtype)
+    op_checks.assert_matches_reference(
+        contract, op_checks.get_sample(contract, torch.device("cpu"), dtype, name), dtype
+    )
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
@@ -70,7 +74,9 @@ def test_two_blocks_of_channels(K: int, V: int) -> None:
     x = kda_behaviour.inputs("cpu", T=70, K=K, V=V, HV=1, dtype=torch.float32)
     o, ht = fla_inductor.chunk_kda(**x, **kda_behaviour.FLAGS, output_final_state=True)
     contract = REGISTRY["chunk_kda"]
-    expected, ht_expected = contract.reference(**{n: t.double() for n, t in x.items()}, **kda_behaviour.FLAGS, output_final_state=True)
+    expected, ht_expected = contract.reference(
+        **{n: t.double() for n, t in x.items()}, **kda_behaviour.FLAGS, output_final_state=True
+    )
     assert ht is not None
     assert op_checks.error_ratio(expected, o) < 1e-5
     assert op_checks.error_ratio(ht_expected, ht) < 1e-5

@@ -90,14 +90,30 @@ class Backward(NamedTuple):
     chunk_size: int
 
 
-def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-              initial_state: Tensor | None = None, output_final_state: bool = False,
-              use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-              use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, safe_gate: bool = False,
-              lower_bound: float | None = None, disable_recompute: bool = False,
-              return_intermediate_states: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
-              cu_seqlens_cpu: Tensor | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-              chunk_size: int = 64) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Any, ...]:
     """Kimi Delta Attention over whole sequences, computed chunk by chunk.
 
     For each value head, with decay exp(g_t) per key channel:
@@ -147,9 +163,27 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: f
     check_cu_seqlens_cpu("chunk_kda", cu_seqlens, cu_seqlens_cpu)
     save_states = return_intermediate_states or (disable_recompute and torch.is_grad_enabled())
     o, final_state, states = torch.ops.fla_inductor.chunk_kda(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, default_scale(q) if scale is None else scale,
-        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        safe_gate, lower_bound, state_v_first, chunk_size, save_states)
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        initial_state,
+        cu_seqlens,
+        default_scale(q) if scale is None else scale,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        safe_gate,
+        lower_bound,
+        state_v_first,
+        chunk_size,
+        save_states,
+    )
     ht = final_state if output_final_state else None
     if not return_intermediate_states:
         return o, ht
@@ -172,17 +206,40 @@ def check_cu_seqlens_cpu(op: str, cu_seqlens: Tensor | None, cu_seqlens_cpu: Ten
     if cu_seqlens is None:
         raise ValueError(f"{op}: argument `cu_seqlens_cpu`: expected None without `cu_seqlens`, got a tensor")
     if cu_seqlens_cpu.shape != cu_seqlens.shape:
-        raise ValueError(f"{op}: argument `cu_seqlens_cpu`: expected the shape of `cu_seqlens` = "
-                         f"{list(cu_seqlens.shape)}, got {list(cu_seqlens_cpu.shape)}")
+        raise ValueError(
+            f"{op}: argument `cu_seqlens_cpu`: expected the shape of `cu_seqlens` = "
+            f"{list(cu_seqlens.shape)}, got {list(cu_seqlens_cpu.shape)}"
+        )
 
 
-def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
-                  dt_bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-                  state_v_first: bool, headwise_beta: bool = False) -> None:
+def check_tensors(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    headwise_beta: bool = False,
+) -> None:
     """Dtypes, devices and shapes, for the chunk and the recurrent operator."""
     _checks.check_float(op, q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
-    _checks.check_same_device(op, q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
-                              initial_state=initial_state, cu_seqlens=cu_seqlens)
+    _checks.check_same_device(
+        op,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    )
     _checks.check_shape(op, "q", q, (None,) * 4, "[B, T, H, K]")
     B, T, H, K = q.shape
     _checks.check_shape(op, "k", k, (B, T, H, K), "[B, T, H, K]")
@@ -214,8 +271,15 @@ def check_state(op: str, name: str, state: Tensor, N: int, HV: int, K: int, V: i
         _checks.check_shape(op, name, state, (N, HV, K, V), "[N, HV, K, V]")
 
 
-def check_flags(op: str, A_log: Tensor | None, dt_bias: Tensor | None, use_gate_in_kernel: bool,
-                use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, lower_bound: float | None) -> None:
+def check_flags(
+    op: str,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    lower_bound: float | None,
+) -> None:
     """Combinations of flags that have no meaning, for the chunk and the recurrent operator."""
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         if x is not None and not use_gate_in_kernel:
@@ -228,8 +292,9 @@ def check_flags(op: str, A_log: Tensor | None, dt_bias: Tensor | None, use_gate_
 
 def check_chunk_kda(op: str, x: Forward | Backward) -> None:
     check_tensors(op, x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, x.state_v_first)
-    check_flags(op, x.A_log, x.dt_bias, x.use_gate_in_kernel, x.use_beta_sigmoid_in_kernel, x.allow_neg_eigval,
-                x.lower_bound)
+    check_flags(
+        op, x.A_log, x.dt_bias, x.use_gate_in_kernel, x.use_beta_sigmoid_in_kernel, x.allow_neg_eigval, x.lower_bound
+    )
     if x.chunk_size not in CHUNK_SIZES:
         _checks.fail(op, "chunk_size", "32 or 64", x.chunk_size)
     if x.safe_gate and x.use_gate_in_kernel and (x.lower_bound is None or not -5 <= x.lower_bound < 0):
@@ -263,8 +328,16 @@ def absent(q: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def flags(x: Any) -> dict[str, Any]:
     """The arguments that the reference takes by keyword."""
-    names = ("scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
-             "allow_neg_eigval", "lower_bound", "state_v_first", "chunk_size")
+    names = (
+        "scale",
+        "use_qk_l2norm_in_kernel",
+        "use_gate_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+        "lower_bound",
+        "state_v_first",
+        "chunk_size",
+    )
     return {name: getattr(x, name) for name in names}
 
 
@@ -280,16 +353,27 @@ def reference_forward(x: Forward, scan: reference.Scan = reference.loop_scan) ->
     """`chunk_kda` in PyTorch operators."""
     with torch.autocast(x.q.device.type, enabled=False):
         o, final_state, states = reference.chunk_forward(*x[:9], **flags(x), scan=scan)
-    return (o.to(x.q.dtype), final_state if x.output_final_state else absent(x.q, torch.float32),
-            states.to(work_dtype(x)) if x.save_states else absent(x.q, work_dtype(x)))
+    return (
+        o.to(x.q.dtype),
+        final_state if x.output_final_state else absent(x.q, torch.float32),
+        states.to(work_dtype(x)) if x.save_states else absent(x.q, work_dtype(x)),
+    )
 
 
 def reference_backward(x: Backward, scan: reference.Scan = reference.loop_scan) -> tuple[Tensor, ...]:
     """`chunk_kda_backward` in PyTorch operators."""
     with torch.autocast(x.q.device.type, enabled=False):
         grads = reference.chunk_backward(*x[:12], **flags(x), scan=scan)
-    inputs = {"dq": x.q, "dk": x.k, "dv": x.v, "dg": x.g, "dbeta": x.beta, "dA_log": x.A_log, "ddt_bias": x.dt_bias,
-              "dh0": x.initial_state}
+    inputs = {
+        "dq": x.q,
+        "dk": x.k,
+        "dv": x.v,
+        "dg": x.g,
+        "dbeta": x.beta,
+        "dA_log": x.A_log,
+        "ddt_bias": x.dt_bias,
+        "dh0": x.initial_state,
+    }
     return tuple(absent(x.q) if i is None else grads[name].reshape(i.shape).to(i.dtype) for name, i in inputs.items())
 
 
@@ -373,16 +457,30 @@ def _autograd(ctx: Any, do: Tensor | None, dht: Tensor | None, _: Tensor | None)
     *tensors, states = ctx.saved_tensors
     x = Forward(*tensors, *ctx.flags)
     grads = torch.ops.fla_inductor.chunk_kda_backward(
-        do, dht, *tensors, states, x.scale, x.use_qk_l2norm_in_kernel, x.use_gate_in_kernel,
-        x.use_beta_sigmoid_in_kernel, x.allow_neg_eigval, x.safe_gate, x.lower_bound, x.state_v_first, x.chunk_size)
+        do,
+        dht,
+        *tensors,
+        states,
+        x.scale,
+        x.use_qk_l2norm_in_kernel,
+        x.use_gate_in_kernel,
+        x.use_beta_sigmoid_in_kernel,
+        x.allow_neg_eigval,
+        x.safe_gate,
+        x.lower_bound,
+        x.state_v_first,
+        x.chunk_size,
+    )
     return wanted_grads(ctx, x, grads)
 
 
 def wanted_grads(ctx: Any, x: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """One entry per argument of the operator: its gradient if it has one and needs it."""
     by_name = dict(zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"), grads, strict=True))
-    return tuple(by_name.get(name) if needed and isinstance(getattr(x, name), Tensor) else None
-                 for name, needed in zip(x._fields, ctx.needs_input_grad, strict=True))
+    return tuple(
+        by_name.get(name) if needed and isinstance(getattr(x, name), Tensor) else None
+        for name, needed in zip(x._fields, ctx.needs_input_grad, strict=True)
+    )
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -403,14 +501,34 @@ _TOLERANCES = {
 _TOLERANCES[torch.float16] = _TOLERANCES[torch.bfloat16]
 
 
-def make_sample(device: torch.device, dtype: torch.dtype, name: str, *, B: int = 1, T: int = 65, H: int = 2,
-                HV: int = 2, K: int = 24, V: int = 40, state: bool = True, A_log: bool = True, dt_bias: bool = True,
-                cu: tuple[int, ...] | None = None, permuted: bool = False, headwise: bool = False,
-                **flags: Any) -> Sample:
+def make_sample(
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str,
+    *,
+    B: int = 1,
+    T: int = 65,
+    H: int = 2,
+    HV: int = 2,
+    K: int = 24,
+    V: int = 40,
+    state: bool = True,
+    A_log: bool = True,
+    dt_bias: bool = True,
+    cu: tuple[int, ...] | None = None,
+    permuted: bool = False,
+    headwise: bool = False,
+    **flags: Any,
+) -> Sample:
     """Random arguments of a call; gate, norm and sigmoid in the kernel unless `flags` say otherwise."""
     generator = torch.Generator().manual_seed(T * 1009 + HV * 97 + K * 13 + V)
-    flags = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
-             "output_final_state": True, **flags}
+    flags = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "output_final_state": True,
+        **flags,
+    }
 
     def new(*size: int) -> Tensor:
         if not permuted:
@@ -426,8 +544,9 @@ def make_sample(device: torch.device, dtype: torch.dtype, name: str, *, B: int =
         g = torch.nn.functional.logsigmoid(g)
     if not flags["use_beta_sigmoid_in_kernel"]:
         beta = beta.sigmoid()
-    kwargs: dict[str, Any] = {n: x.to(device, dtype) for n, x in
-                              (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+    kwargs: dict[str, Any] = {
+        n: x.to(device, dtype) for n, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))
+    }
     if A_log and flags["use_gate_in_kernel"]:
         kwargs["A_log"] = torch.randn(HV, generator=generator).to(device)
     if dt_bias and flags["use_gate_in_kernel"]:
@@ -439,7 +558,7 @@ def make_sample(device: torch.device, dtype: torch.dtype, name: str, *, B: int =
     grad = tuple(kwargs)
     if cu is not None:
         kwargs["cu_seqlens"] = torch.tensor(cu, dtype=torch.int32, device=device)
-    dynamic = {n: 1 for n in ("q", "k", "v", "g", "beta")} if cu is None else {}
+    dynamic = dict.fromkeys(("q", "k", "v", "g", "beta"), 1) if cu is None else {}
     return Sample(name, {**kwargs, **flags}, grad, dynamic)
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fla_inductor import _checks
 from fla_inductor._library import LIB, NAMESPACE, TAGS
 from fla_inductor.contract import OpContract, Sample, register
 from fla_inductor.custom_ops import kda
@@ -48,13 +47,25 @@ class Recurrent(NamedTuple):
     state_v_first: bool
 
 
-def fused_recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
-                        dt_bias: Tensor | None = None, scale: float | None = None,
-                        initial_state: Tensor | None = None, output_final_state: bool = False,
-                        use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-                        use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-                        lower_bound: float | None = None, state_v_first: bool = False,
-                        cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention one token after the other, for decoding and short sequences.
 
     The recurrence of `chunk_kda`, with the state in float32 throughout:
@@ -92,18 +103,46 @@ def fused_recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     Source: Kimi Linear (arXiv 2510.26692); `fla.ops.kda.fused_recurrent_kda`.
     """
     o, final_state = torch.ops.fla_inductor.fused_recurrent_kda(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, kda.default_scale(q) if scale is None else scale,
-        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        lower_bound, state_v_first)
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        initial_state,
+        cu_seqlens,
+        kda.default_scale(q) if scale is None else scale,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        lower_bound,
+        state_v_first,
+    )
     return o, final_state if output_final_state else None
 
 
 def check_recurrent_kda(x: Recurrent) -> None:
     op = "fused_recurrent_kda"
-    kda.check_tensors(op, x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens,
-                      x.state_v_first, headwise_beta=True)
-    kda.check_flags(op, x.A_log, x.dt_bias, x.use_gate_in_kernel, x.use_beta_sigmoid_in_kernel, x.allow_neg_eigval,
-                    x.lower_bound)
+    kda.check_tensors(
+        op,
+        x.q,
+        x.k,
+        x.v,
+        x.g,
+        x.beta,
+        x.A_log,
+        x.dt_bias,
+        x.initial_state,
+        x.cu_seqlens,
+        x.state_v_first,
+        headwise_beta=True,
+    )
+    kda.check_flags(
+        op, x.A_log, x.dt_bias, x.use_gate_in_kernel, x.use_beta_sigmoid_in_kernel, x.allow_neg_eigval, x.lower_bound
+    )
 
 
 # A beta for each column of the state
@@ -121,9 +160,14 @@ def split_columns(x: Recurrent) -> Recurrent:
         return None if p is None else p.reshape(HV, 1, width).expand(HV, V, width).reshape(HV * V, width)
 
     return x._replace(
-        v=x.v.reshape(B, T, HV * V, 1), beta=x.beta.reshape(B, T, HV * V),
-        g=x.g[:, :, :, None].expand(B, T, HV, V, K).reshape(B, T, HV * V, K), A_log=repeat(x.A_log, 1),
-        dt_bias=repeat(x.dt_bias, K), initial_state=_to_columns(x.initial_state, x.state_v_first), state_v_first=True)
+        v=x.v.reshape(B, T, HV * V, 1),
+        beta=x.beta.reshape(B, T, HV * V),
+        g=x.g[:, :, :, None].expand(B, T, HV, V, K).reshape(B, T, HV * V, K),
+        A_log=repeat(x.A_log, 1),
+        dt_bias=repeat(x.dt_bias, K),
+        initial_state=_to_columns(x.initial_state, x.state_v_first),
+        state_v_first=True,
+    )
 
 
 def _to_columns(state: Tensor | None, v_first: bool) -> Tensor | None:
@@ -159,13 +203,22 @@ def by_chunks(x: Recurrent, scan: reference.Scan = reference.loop_scan) -> tuple
     if x.beta.dim() == 4:
         (HV, V), whole = x.v.shape[2:], x
         o, final_state = by_chunks(split_columns(x), scan)
-        return o.reshape(whole.v.shape), (_from_columns(final_state, HV, V, x.state_v_first)
-                                          if x.output_final_state else final_state)
+        return o.reshape(whole.v.shape), (
+            _from_columns(final_state, HV, V, x.state_v_first) if x.output_final_state else final_state
+        )
     with torch.autocast(x.q.device.type, enabled=False):
-        names = ("scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
-                 "allow_neg_eigval", "lower_bound", "state_v_first")
-        o, final_state, _ = reference.chunk_forward(*x[:9], **{name: getattr(x, name) for name in names},
-                                                    chunk_size=chunk_size_for(x), scan=scan)
+        names = (
+            "scale",
+            "use_qk_l2norm_in_kernel",
+            "use_gate_in_kernel",
+            "use_beta_sigmoid_in_kernel",
+            "allow_neg_eigval",
+            "lower_bound",
+            "state_v_first",
+        )
+        o, final_state, _ = reference.chunk_forward(
+            *x[:9], **{name: getattr(x, name) for name in names}, chunk_size=chunk_size_for(x), scan=scan
+        )
     return _cast(x, o, final_state)
 
 
@@ -222,8 +275,20 @@ def _gradients(x: Recurrent, do: Tensor | None, dht: Tensor | None) -> tuple[Ten
     if x.beta.dim() == 4:
         return _headwise_gradients(x, do, dht)
     return torch.ops.fla_inductor.chunk_kda_backward(
-        do, dht, *x[:9], None, x.scale, x.use_qk_l2norm_in_kernel, x.use_gate_in_kernel, x.use_beta_sigmoid_in_kernel,
-        x.allow_neg_eigval, False, x.lower_bound, x.state_v_first, 64)
+        do,
+        dht,
+        *x[:9],
+        None,
+        x.scale,
+        x.use_qk_l2norm_in_kernel,
+        x.use_gate_in_kernel,
+        x.use_beta_sigmoid_in_kernel,
+        x.allow_neg_eigval,
+        False,
+        x.lower_bound,
+        x.state_v_first,
+        64,
+    )
 
 
 def _headwise_gradients(x: Recurrent, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor, ...]:
@@ -235,7 +300,11 @@ def _headwise_gradients(x: Recurrent, do: Tensor | None, dht: Tensor | None) -> 
     columns = columns._replace(g=columns.g.float())
     dq, dk, dv, dg, dbeta, dA, dbias, dh0 = _gradients(columns, do, _to_columns(dht, x.state_v_first))
     return (
-        dq, dk, dv.view(x.v.shape), dg.view(B, T, HV, V, K).sum(3).to(x.g.dtype), dbeta.view(x.v.shape),
+        dq,
+        dk,
+        dv.view(x.v.shape),
+        dg.view(B, T, HV, V, K).sum(3).to(x.g.dtype),
+        dbeta.view(x.v.shape),
         dA if x.A_log is None else dA.view(HV, V).sum(1).reshape(x.A_log.shape),
         dbias if x.dt_bias is None else dbias.view(HV, V, K).sum(1).reshape(x.dt_bias.shape),
         dh0 if x.initial_state is None else _from_columns(dh0, HV, V, x.state_v_first),
@@ -251,8 +320,12 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "step": {"T": 1, "B": 3, "HV": 6, "state_v_first": True},
     "some_steps": {"T": 7, "HV": 4, "lower_bound": -5.0},
     "no_A_log": {"T": 5, "A_log": False, "allow_neg_eigval": True, "state": False},
-    "outside": {"T": 9, "use_qk_l2norm_in_kernel": False, "use_gate_in_kernel": False,
-                "use_beta_sigmoid_in_kernel": False},
+    "outside": {
+        "T": 9,
+        "use_qk_l2norm_in_kernel": False,
+        "use_gate_in_kernel": False,
+        "use_beta_sigmoid_in_kernel": False,
+    },
     "packed": {"T": 20, "cu": (0, 0, 1, 1, 12, 18), "dt_bias": False},
     "headwise": {"T": 6, "headwise": True, "K": 16, "V": 12},
     "permuted": {"T": 70, "B": 2, "permuted": True},

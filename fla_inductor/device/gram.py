@@ -100,8 +100,20 @@ def _gram_pass(b_q, b_k, row, col, pairs, b_P, b_M, DT: tl.constexpr, PREC: tl.c
 
 
 @triton.jit
-def gram_slice(b_q, b_k, b_G, b_g, b_P, b_M, o_i, NLEVEL: tl.constexpr, BOUNDED: tl.constexpr,
-               SUM_ANCHOR: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
+def gram_slice(
+    b_q,
+    b_k,
+    b_G,
+    b_g,
+    b_P,
+    b_M,
+    o_i,
+    NLEVEL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    SUM_ANCHOR: tl.constexpr,
+    DT: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """Adds one slice of K to P (pairs j <= i of q and k) and to M (pairs j < i of k and k; its diagonal is undefined).
 
     Blocks of 16 rows are anchored, in the rows whose decay allows it; levels of 16 rows and more join the blocks. With
@@ -119,7 +131,7 @@ def gram_slice(b_q, b_k, b_G, b_g, b_P, b_M, o_i, NLEVEL: tl.constexpr, BOUNDED:
         if tl.min(ok.to(tl.int32), 0) == 0:
             diagonal = (o_i[:, None] == o_i[None, :]) & (ok[:, None] == 0)
             b_P += tl.where(diagonal, tl.sum(b_q * b_k, 1)[:, None], 0.0)
-            for lv in range(0, 4):
+            for lv in range(4):
                 b_e, pairs = level_factor(b_G, o_i, 1 << lv)
                 b_P, b_M = _gram_pass(b_q, b_k, b_e, b_e, pairs & (ok[:, None] == 0), b_P, b_M, DT, PREC)
     return b_P, b_M

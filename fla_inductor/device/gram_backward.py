@@ -20,8 +20,9 @@ def _pick(rows, o_i, b_G):
 
 
 @triton.jit
-def _adjoint(b_q, b_k, b_dP, b_dM, b_dPt, b_dMt, row, col, pairs, pairs_t, dq, dk, dG, DT: tl.constexpr,
-             PREC: tl.constexpr):
+def _adjoint(
+    b_q, b_k, b_dP, b_dM, b_dPt, b_dMt, row, col, pairs, pairs_t, dq, dk, dG, DT: tl.constexpr, PREC: tl.constexpr
+):
     """Adds the adjoint of the pairs of one pass, factored into `row` and `col`.
 
     A pair adds to the gradient of G at its row what it takes away at its column. Both sides are formed from the same
@@ -51,13 +52,43 @@ def _level(b_q, b_k, b_G, b_dP, b_dM, b_dPt, b_dMt, o_i, h, ok, dq, dk, dG, DT: 
     b_e = tl.exp2(tl.where(second[None, :], d, -d))
     block = o_i // (2 * h)
     pairs_t = (second[:, None] == 0) & second[None, :] & (block[:, None] == block[None, :])
-    return _adjoint(b_q, b_k, b_dP, b_dM, b_dPt, b_dMt, b_e, b_e, pairs & (ok[:, None] == 0),
-                    pairs_t & (ok[None, :] == 0), dq, dk, dG, DT, PREC)
+    return _adjoint(
+        b_q,
+        b_k,
+        b_dP,
+        b_dM,
+        b_dPt,
+        b_dMt,
+        b_e,
+        b_e,
+        pairs & (ok[:, None] == 0),
+        pairs_t & (ok[None, :] == 0),
+        dq,
+        dk,
+        dG,
+        DT,
+        PREC,
+    )
 
 
 @triton.jit
-def gram_slice_backward(b_q, b_k, b_G, b_dP, b_dM, b_dPt, b_dMt, o_i, dq, dk, dG, NLEVEL: tl.constexpr,
-                        BOUNDED: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
+def gram_slice_backward(
+    b_q,
+    b_k,
+    b_G,
+    b_dP,
+    b_dM,
+    b_dPt,
+    b_dMt,
+    o_i,
+    dq,
+    dk,
+    dG,
+    NLEVEL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    DT: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """Adds to the gradients of q, k and G of one slice what comes through `gram_slice`, without its diagonal.
 
     The diagonal does not depend on G, so the caller adds it exactly. `b_dPt` and `b_dMt` are the transposes of the
@@ -75,12 +106,13 @@ def gram_slice_backward(b_q, b_k, b_G, b_dP, b_dM, b_dPt, b_dMt, o_i, dq, dk, dG
     same = block[:, None] == block[None, :]
     pairs = (o_i[:, None] > o_i[None, :]) & same & ok[:, None]
     pairs_t = (o_i[:, None] < o_i[None, :]) & same & ok[None, :]
-    dq, dk, dG = _adjoint(b_q, b_k, b_dP, b_dM, b_dPt, b_dMt, tl.exp2(d + shift), col, pairs, pairs_t, dq, dk, dG, DT,
-                          PREC)
+    dq, dk, dG = _adjoint(
+        b_q, b_k, b_dP, b_dM, b_dPt, b_dMt, tl.exp2(d + shift), col, pairs, pairs_t, dq, dk, dG, DT, PREC
+    )
     for lv in range(4, NLEVEL):
         dq, dk, dG = _level(b_q, b_k, b_G, b_dP, b_dM, b_dPt, b_dMt, o_i, 1 << lv, o_i < 0, dq, dk, dG, DT, PREC)
     if not BOUNDED:
         if tl.min(ok.to(tl.int32), 0) == 0:
-            for lv in range(0, 4):
+            for lv in range(4):
                 dq, dk, dG = _level(b_q, b_k, b_G, b_dP, b_dM, b_dPt, b_dMt, o_i, 1 << lv, ok, dq, dk, dG, DT, PREC)
     return dq, dk, dG

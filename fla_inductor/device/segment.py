@@ -27,7 +27,7 @@ def sequence_of_slot(CU, N, i_s, BT: tl.constexpr, BN: tl.constexpr):
     slot, so counting the first slots up to `i_s` inverts the map: no chunk table, hence nothing to build on the host.
     """
     count = tl.zeros((BN,), tl.int32)
-    for i in range(0, tl.cdiv(N + 1, BN)):
+    for i in range(tl.cdiv(N + 1, BN)):
         o_n = i * BN + tl.arange(0, BN)
         first = tl.load(CU + o_n, mask=o_n <= N, other=0).to(tl.int32) // BT + o_n
         count += tl.where((o_n <= N) & (first <= i_s), 1, 0)

@@ -75,8 +75,16 @@ def scratch(shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> i
     return box
 
 
-def emit(name: str, constants: Mapping[str, Any], programs: Any, tensors: Mapping[str, ir.TensorBox],
-         written: Iterable[str], shape: Sequence[Any], dtype: torch.dtype, config: Any) -> ir.TensorBox:
+def emit(
+    name: str,
+    constants: Mapping[str, Any],
+    programs: Any,
+    tensors: Mapping[str, ir.TensorBox],
+    written: Iterable[str],
+    shape: Sequence[Any],
+    dtype: torch.dtype,
+    config: Any,
+) -> ir.TensorBox:
     """Adds one kernel to the graph and returns the template's own output, which takes epilogues.
 
     `tensors` maps names of the template to buffers, and may hold more than this kernel takes; those in `written` are

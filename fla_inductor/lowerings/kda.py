@@ -28,7 +28,7 @@ Box = ir.TensorBox
 class _Call:
     """One call being lowered: its problem, symbolic sizes, and the tensors its kernels read and write, by name."""
 
-    def __init__(self, x: Forward | Backward | Recurrent, chunk_size: int, has_ht: bool) -> None:
+    def __init__(self, x: Any, chunk_size: int, has_ht: bool) -> None:
         self.x = x
         q, v = x.q, x.v
         self.B, self.T = q.get_size()[:2]
@@ -37,19 +37,42 @@ class _Call:
         self.device = q.get_device()
         heads = [common.static(s) for s in (*q.get_size()[2:], *v.get_size()[2:])]
         self.problem: KdaProblem = make_problem(
-            q_shape=(0, 0, heads[0], heads[1]), v_shape=(0, 0, heads[2], heads[3]),
-            dtypes=(q.get_dtype(), x.k.get_dtype(), v.get_dtype()), scale=x.scale, chunk_size=chunk_size,
-            varlen=self.varlen, use_gate=x.use_gate_in_kernel, lower_bound=x.lower_bound, has_A=x.A_log is not None,
-            has_bias=x.dt_bias is not None, norm=x.use_qk_l2norm_in_kernel, sigmoid=x.use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=x.allow_neg_eigval, v_first=x.state_v_first, has_h0=x.initial_state is not None,
-            has_ht=has_ht, device=self.device)
+            q_shape=(0, 0, heads[0], heads[1]),
+            v_shape=(0, 0, heads[2], heads[3]),
+            dtypes=(q.get_dtype(), x.k.get_dtype(), v.get_dtype()),
+            scale=x.scale,
+            chunk_size=chunk_size,
+            varlen=self.varlen,
+            use_gate=x.use_gate_in_kernel,
+            lower_bound=x.lower_bound,
+            has_A=x.A_log is not None,
+            has_bias=x.dt_bias is not None,
+            norm=x.use_qk_l2norm_in_kernel,
+            sigmoid=x.use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=x.allow_neg_eigval,
+            v_first=x.state_v_first,
+            has_h0=x.initial_state is not None,
+            has_ht=has_ht,
+            device=self.device,
+        )
         chunks = common.ceil_div(self.T, chunk_size)
         self.slots = chunks + self.N if self.varlen else self.B * chunks
         self.walks = self.N + 1 if self.varlen else self.B
         self.tensors: dict[str, Box] = {
-            name: common.realize(box) for name, box in (
-                ("q", q), ("k", x.k), ("v", v), ("g", x.g), ("beta", x.beta), ("A_log", _flat(x.A_log)),
-                ("dt_bias", _flat(x.dt_bias)), ("h0", x.initial_state), ("cu_seqlens", x.cu_seqlens)) if box is not None}
+            name: common.realize(box)
+            for name, box in (
+                ("q", q),
+                ("k", x.k),
+                ("v", v),
+                ("g", x.g),
+                ("beta", x.beta),
+                ("A_log", _flat(x.A_log)),
+                ("dt_bias", _flat(x.dt_bias)),
+                ("h0", x.initial_state),
+                ("cu_seqlens", x.cu_seqlens),
+            )
+            if box is not None
+        }
 
     def add(self, **tensors: Box | None) -> list[str]:
         """Takes up the tensors that are given, and returns their names."""
@@ -59,11 +82,23 @@ class _Call:
 
     def add_tiles(self, shapes: dict[str, tuple[tuple[int, ...], str]]) -> list[str]:
         """Makes scratch buffers with one tile for each slot and value head."""
-        return self.add(**{name: self.scratch((self.slots, self.problem.HV, *shape), getattr(torch, dtype))
-                           for name, (shape, dtype) in shapes.items()})
+        return self.add(
+            **{
+                name: self.scratch((self.slots, self.problem.HV, *shape), getattr(torch, dtype))
+                for name, (shape, dtype) in shapes.items()
+            }
+        )
 
-    def emit(self, name: str, constants: dict[str, Any], programs: Any, written: list[str], shape: Any,
-             dtype: torch.dtype, config: Any) -> Box:
+    def emit(
+        self,
+        name: str,
+        constants: dict[str, Any],
+        programs: Any,
+        written: list[str],
+        shape: Any,
+        dtype: torch.dtype,
+        config: Any,
+    ) -> Box:
         return common.emit(name, constants, programs, self.tensors, written, shape, dtype, config)
 
     def scratch(self, shape: tuple[Any, ...], dtype: torch.dtype) -> Box:
@@ -79,7 +114,8 @@ class _Call:
         if not self.varlen:
             return self.scratch((self.B, common.ceil_div(self.T, p.chunk_size), p.HV, p.V, p.K), work)
         box = lowerings[aten.full](  # packed: slots that hold no chunk are never written
-            [1, self.slots, p.HV, p.V, p.K], 0, dtype=work, device=self.device, layout=torch.strided, pin_memory=False)
+            [1, self.slots, p.HV, p.V, p.K], 0, dtype=work, device=self.device, layout=torch.strided, pin_memory=False
+        )
         box.realize()
         return box
 
@@ -98,20 +134,36 @@ def _flat(x: Box | None) -> Box | None:
 def _prepare(call: _Call, store_m: bool) -> None:
     p = call.problem
     written = call.add_tiles(p.tile_shapes(store_m))
-    call.add(RK=call.emit("kda_prepare", p.prepare(store_m), call.slots * p.HV, written,
-                          (call.slots, p.HV, p.chunk_size), torch.float32, p.config.prepare))
+    call.add(
+        RK=call.emit(
+            "kda_prepare",
+            p.prepare(store_m),
+            call.slots * p.HV,
+            written,
+            (call.slots, p.HV, p.chunk_size),
+            torch.float32,
+            p.config.prepare,
+        )
+    )
 
 
 def _scan(call: _Call, dtype: torch.dtype, ht: Box | None, states: Box | None) -> Box:
     p = call.problem
     constants = p.scan(states is not None, ht is not None)
-    return call.emit("kda_scan", constants, call.walks * p.HV * constants["NV"], call.add(ht=ht, STATES=states),
-                     call.x.v.get_size(), dtype, p.config.scan)
+    return call.emit(
+        "kda_scan",
+        constants,
+        call.walks * p.HV * constants["NV"],
+        call.add(ht=ht, STATES=states),
+        call.x.v.get_size(),
+        dtype,
+        p.config.scan,
+    )
 
 
 def _lower_forward(*args: Any) -> tuple[Box, Box, Box]:
     """Templates kda_prepare and kda_scan."""
-    x = Forward(*args)
+    x: Any = Forward(*args)
     if x.q.get_device().type != "cuda":
         return common.fallback(ops.chunk_kda.default, f"no template for device {x.q.get_device()}")(*args)
     call = _Call(x, x.chunk_size, x.output_final_state)
@@ -119,13 +171,16 @@ def _lower_forward(*args: Any) -> tuple[Box, Box, Box]:
     ht = call.state(torch.float32) if x.output_final_state else None
     states = call.states() if x.save_states else None
     o = _scan(call, x.q.get_dtype(), ht, states)
-    return (o, call.absent(torch.float32) if ht is None else ht,
-            call.absent(getattr(torch, call.problem.work_dtype)) if states is None else states)
+    return (
+        o,
+        call.absent(torch.float32) if ht is None else ht,
+        call.absent(getattr(torch, call.problem.work_dtype)) if states is None else states,
+    )
 
 
 def _lower_backward(*args: Any) -> tuple[Box, ...]:
     """Templates kda_prepare, kda_scan unless the states were saved, kda_scan_backward, kda_grad_intra, kda_grad_input."""
-    x = Backward(*args)
+    x: Any = Backward(*args)
     if x.q.get_device().type != "cuda":
         return common.fallback(ops.chunk_kda_backward.default, f"no template for device {x.q.get_device()}")(*args)
     call = _Call(x, x.chunk_size, False)
@@ -134,8 +189,13 @@ def _lower_backward(*args: Any) -> tuple[Box, ...]:
         call.add(STATES=common.realize(x.states))
     else:
         _scan(call, x.q.get_dtype(), None, call.states())
-    do = x.do if x.do is not None else lowerings[aten.full](
-        x.v.get_size(), 0, dtype=x.v.get_dtype(), device=call.device, layout=torch.strided, pin_memory=False)
+    do = (
+        x.do
+        if x.do is not None
+        else lowerings[aten.full](
+            x.v.get_size(), 0, dtype=x.v.get_dtype(), device=call.device, layout=torch.strided, pin_memory=False
+        )
+    )
     call.add(do=common.realize(do), dht=None if x.dht is None else common.realize(x.dht))
 
     dh0 = call.state(x.initial_state.get_dtype()) if x.initial_state is not None else None
@@ -143,23 +203,45 @@ def _lower_backward(*args: Any) -> tuple[Box, ...]:
     dbeta = _grad_intra(call)
     dq, dk, dg, dA, dbias = _grad_input(call)
     none = call.absent(x.q.get_dtype())
-    return (dq, dk, dv, dg, dbeta, none if dA is None else dA, none if dbias is None else dbias,
-            none if dh0 is None else dh0)
+    return (
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        none if dA is None else dA,
+        none if dbias is None else dbias,
+        none if dh0 is None else dh0,
+    )
 
 
 def _scan_backward(call: _Call, dh0: Box | None) -> Box:
     p, x = call.problem, call.x
     written = call.add_tiles({name: p.backward_shapes()[name] for name in ("ES", "Y")}) + call.add(dh0=dh0)
     constants = p.scan_backward(x.dht is not None)
-    return call.emit("kda_scan_backward", constants, call.walks * p.HV * constants["NV"], written, x.v.get_size(),
-                     x.v.get_dtype(), p.config.scan_backward)
+    return call.emit(
+        "kda_scan_backward",
+        constants,
+        call.walks * p.HV * constants["NV"],
+        written,
+        x.v.get_size(),
+        x.v.get_dtype(),
+        p.config.scan_backward,
+    )
 
 
 def _grad_intra(call: _Call) -> Box:
     p, x = call.problem, call.x
     written = call.add_tiles({name: p.backward_shapes()[name] for name in ("DP", "DM", "DPT", "DMT", "Z", "SQ", "SK")})
-    return call.emit("kda_grad_intra", p.grad_intra(), call.slots * p.HV, written, x.beta.get_size(),
-                     x.beta.get_dtype(), p.config.grad_intra)
+    return call.emit(
+        "kda_grad_intra",
+        p.grad_intra(),
+        call.slots * p.HV,
+        written,
+        x.beta.get_size(),
+        x.beta.get_dtype(),
+        p.config.grad_intra,
+    )
 
 
 def _grad_input(call: _Call) -> tuple[Box, Box, Box, Box | None, Box | None]:
@@ -171,12 +253,21 @@ def _grad_input(call: _Call) -> tuple[Box, Box, Box, Box | None, Box | None]:
         DQ=call.scratch(shape, torch.float32 if grouped else x.q.get_dtype()),
         DK=call.scratch(shape, torch.float32 if grouped else x.k.get_dtype()),
         DA=call.scratch((call.slots, p.HV, NK), torch.float32) if p.has_A else None,
-        DBIAS=call.scratch((call.slots, p.HV, p.KP), torch.float32) if p.has_bias else None)
-    dg = call.emit("kda_grad_input", p.grad_input(), call.slots * p.HV * NK, written, x.g.get_size(), x.g.get_dtype(),
-                   p.config.grad_input)
+        DBIAS=call.scratch((call.slots, p.HV, p.KP), torch.float32) if p.has_bias else None,
+    )
+    dg = call.emit(
+        "kda_grad_input",
+        p.grad_input(),
+        call.slots * p.HV * NK,
+        written,
+        x.g.get_size(),
+        x.g.get_dtype(),
+        p.config.grad_input,
+    )
     t = call.tensors
-    dq, dk = (_sum_groups(t[name], call, box.get_dtype()) if grouped else t[name]
-              for name, box in (("DQ", x.q), ("DK", x.k)))
+    dq, dk = (
+        _sum_groups(t[name], call, box.get_dtype()) if grouped else t[name] for name, box in (("DQ", x.q), ("DK", x.k))
+    )
     dA = _parameter(t.get("DA"), [0, 2], None, x.A_log)
     dbias = _parameter(t.get("DBIAS"), [0], p.K, x.dt_bias)
     return dq, dk, dg, dA, dbias
@@ -202,15 +293,22 @@ def _parameter(partial: Box | None, axes: list[int], keep: int | None, parameter
 
 def _lower_recurrent(*args: Any) -> tuple[Box, Box]:
     """Template kda_recurrent."""
-    x = Recurrent(*args)
+    x: Any = Recurrent(*args)
     if x.q.get_device().type != "cuda":
         return common.fallback(ops.fused_recurrent_kda.default, f"no template for device {x.q.get_device()}")(*args)
     call = _Call(x, 64, x.output_final_state)
     p = call.problem
     constants = p.recurrent(len(x.beta.get_size()) == 4)
     ht = call.state(torch.float32) if x.output_final_state else None
-    o = call.emit("kda_recurrent", constants, call.walks * p.HV * constants["NV"], call.add(ht=ht), x.v.get_size(),
-                  x.v.get_dtype(), p.config.recurrent)
+    o = call.emit(
+        "kda_recurrent",
+        constants,
+        call.walks * p.HV * constants["NV"],
+        call.add(ht=ht),
+        x.v.get_size(),
+        x.v.get_dtype(),
+        p.config.recurrent,
+    )
     return o, call.absent(torch.float32) if ht is None else ht
 
 

@@ -62,8 +62,9 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: f
     return lower_bound * torch.sigmoid(x if a is None else a * x)
 
 
-def gate_backward(dy: Tensor, y: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-                  lower_bound: float | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def gate_backward(
+    dy: Tensor, y: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of g, A_log [HV] and dt_bias [HV, K] from that of `y`, the decay that `gate` returned."""
     x, a = _gate_parts(g, A_log, dt_bias)
     if lower_bound is None:
@@ -83,8 +84,9 @@ def gate_backward(dy: Tensor, y: Tensor, g: Tensor, A_log: Tensor | None, dt_bia
 # The definition
 
 
-def _steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
-           scale: float) -> tuple[Tensor, Tensor]:
+def _steps(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """The recurrence over dim 1 of activated inputs, from `state` [B, HV, K, V]; beta is [B, T, HV, 1 or V]."""
     outputs = []
     for t in range(q.shape[1]):
@@ -96,12 +98,26 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
     return (torch.stack(outputs, 1) if outputs else v), state
 
 
-def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, A_log: Tensor | None = None,
-              dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
-              output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-              use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
-              allow_neg_eigval: bool = False, lower_bound: float | None = None, state_v_first: bool = False,
-              cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """KDA token by token: the definition. Differentiable by autograd in every float dtype; beta may be [B, T, HV, V].
 
     Reads the contents of `cu_seqlens`. Tokens after cu_seqlens[-1] belong to no sequence and are not read.
@@ -224,7 +240,6 @@ class Layout(NamedTuple):
         used = self.rows[1].view(self.NC, self.C)[:, 0]
         return torch.where(used.view(1, -1, 1, 1), shifted, 0)
 
-
     def pack_states(self, S: Tensor) -> Tensor:
         """[P, NC, K, V] -> [B, NC, HV, V, K]"""
         return S.unflatten(0, (self.B, self.HV)).permute(0, 2, 1, 4, 3).contiguous()
@@ -255,9 +270,18 @@ def make_layout(q: Tensor, HV: int, C: int, cu_seqlens: Tensor | None) -> Layout
     token = torch.arange(T, device=q.device)
     home = torch.searchsorted(cu[1:].contiguous(), token, right=True)
     place = first[home] * C + token - cu[home]
-    return Layout(B, T, HV, C, NC, torch.where(first[owner] == slot, owner, -1),
-                  torch.where(last[owner] == slot, owner, -1), (row_token.clamp(0, T - 1).view(-1), row_real.view(-1)),
-                  (place, token < cu[-1]), first)
+    return Layout(
+        B,
+        T,
+        HV,
+        C,
+        NC,
+        torch.where(first[owner] == slot, owner, -1),
+        torch.where(last[owner] == slot, owner, -1),
+        (row_token.clamp(0, T - 1).view(-1), row_real.view(-1)),
+        (place, token < cu[-1]),
+        first,
+    )
 
 
 def loop_scan(decay: Tensor, x: Tensor, y: Tensor, z: Tensor, init: Tensor, restart: Tensor, reverse: bool) -> Tensor:
@@ -271,7 +295,9 @@ def loop_scan(decay: Tensor, x: Tensor, y: Tensor, z: Tensor, init: Tensor, rest
     for c in reversed(range(len(starts))) if reverse else range(len(starts)):
         if starts[c] >= 0:
             S = init[:, starts[c]]
-        S = torch.baddbmm(torch.addcmul(z[:, c], decay[:, c, :, None], S), x[:, c].transpose(1, 2), y[:, c] @ S, alpha=-1)
+        S = torch.baddbmm(
+            torch.addcmul(z[:, c], decay[:, c, :, None], S), x[:, c].transpose(1, 2), y[:, c] @ S, alpha=-1
+        )
         out[:, c] = S
     return out
 
@@ -358,8 +384,18 @@ def _corners(x: Tensor, h: int) -> Tensor:
     return torch.diagonal(x, dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def tiles_backward(dP: Tensor, dM: Tensor, q: Tensor, k: Tensor, factors: list[tuple[Tensor, Tensor]], dq: Tensor,
-                   dk: Tensor, dprefix: Tensor, dsuffix: Tensor, dtotal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def tiles_backward(
+    dP: Tensor,
+    dM: Tensor,
+    q: Tensor,
+    k: Tensor,
+    factors: list[tuple[Tensor, Tensor]],
+    dq: Tensor,
+    dk: Tensor,
+    dprefix: Tensor,
+    dsuffix: Tensor,
+    dtotal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Adjoint of P, M and the three sums of g, from the chunk down to single rows: adds to dq and dk, and gives dg.
 
     An exponent's gradient is x dx of the operand that carries it. Following the sums back down instead of forming
@@ -415,10 +451,22 @@ def _reduce_heads(x: Tensor, H: int) -> Tensor:
     return x if HV == H else x.view(B, T, H, HV // H, K).sum(3)
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-             cu_seqlens: Tensor | None, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
-             use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, lower_bound: float | None,
-             chunk_size: int) -> Inputs:
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    lower_bound: float | None,
+    chunk_size: int,
+) -> Inputs:
     HV = v.shape[2]
     layout = make_layout(q, HV, chunk_size, cu_seqlens)
     dtype = compute_dtype(q, k, v, g, beta)
@@ -435,8 +483,16 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Te
     return Inputs(layout, raw, g, beta, *by_chunk)
 
 
-def _no_tokens(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
-               cu_seqlens: Tensor | None, v_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _no_tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    v_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """T = 0: no output, the state passes through."""
     dtype = compute_dtype(q, k, v, g, beta)
     HV, K, V = v.shape[2], k.shape[-1], v.shape[-1]
@@ -449,18 +505,47 @@ def _no_tokens(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     return v.new_zeros(v.shape, dtype=dtype), final, v.new_zeros((q.shape[0], slots, HV, V, K), dtype=dtype)
 
 
-def chunk_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
-                  dt_bias: Tensor | None = None, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
-                  *, scale: float, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-                  use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-                  lower_bound: float | None = None, state_v_first: bool = False, chunk_size: int = 64,
-                  scan: Scan = loop_scan) -> tuple[Tensor, Tensor, Tensor]:
+def chunk_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    scale: float,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    chunk_size: int = 64,
+    scan: Scan = loop_scan,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(o, final_state, states [B, NC, HV, V, K] that enter each chunk), all in the dtype of the computation."""
     K, V = k.shape[-1], v.shape[-1]
     if q.shape[1] == 0:
         return _no_tokens(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
-    x = _prepare(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-                 use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, chunk_size)
+    x = _prepare(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        lower_bound,
+        chunk_size,
+    )
     start = x.layout.initial(initial_state, x.q, K, V, state_v_first)
     tiles = make_tiles(x.q, x.k, x.g, x.beta, keep_m=False)
     decayed = tiles.prefix.exp()
@@ -472,21 +557,52 @@ def chunk_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_lo
     return x.layout.tokens(o), x.layout.final(after, False, state_v_first), x.layout.pack_states(S)
 
 
-def chunk_backward(do: Tensor | None, dht: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-                   A_log: Tensor | None = None, dt_bias: Tensor | None = None, initial_state: Tensor | None = None,
-                   cu_seqlens: Tensor | None = None, states: Tensor | None = None, *, scale: float,
-                   use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-                   use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-                   lower_bound: float | None = None, state_v_first: bool = False, chunk_size: int = 64,
-                   scan: Scan = loop_scan) -> dict[str, Tensor]:
+def chunk_backward(
+    do: Tensor | None,
+    dht: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    states: Tensor | None = None,
+    *,
+    scale: float,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    chunk_size: int = 64,
+    scan: Scan = loop_scan,
+) -> dict[str, Tensor]:
     """Gradients by argument name, in the dtype of the computation; `states` of the forward are built again if None."""
     K, V = k.shape[-1], v.shape[-1]
     if q.shape[1] == 0:
         _, dh0, _ = _no_tokens(q, k, v, g, beta, dht, cu_seqlens, state_v_first)
         pairs = {"dq": q, "dk": k, "dv": v, "dg": g, "dbeta": beta, "dA_log": A_log, "ddt_bias": dt_bias}
         return {name: torch.zeros_like(x, dtype=dh0.dtype) for name, x in pairs.items() if x is not None} | {"dh0": dh0}
-    x = _prepare(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-                 use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, chunk_size)
+    x = _prepare(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        lower_bound,
+        chunk_size,
+    )
     layout = x.layout
     tiles = make_tiles(x.q, x.k, x.g, x.beta, keep_m=True)
     decayed, to_end, gamma = tiles.prefix.exp(), tiles.suffix.exp(), tiles.total.exp()
@@ -497,7 +613,9 @@ def chunk_backward(do: Tensor | None, dht: Tensor | None, q: Tensor, k: Tensor, 
     if states is None:
         start = layout.initial(initial_state, x.q, K, V, state_v_first)
         U = tiles.A @ (x.beta * x.v)
-        S = layout.before(scan(gamma, k_end, W, k_end.transpose(-1, -2) @ U, start, layout.restart, False), start, False)
+        S = layout.before(
+            scan(gamma, k_end, W, k_end.transpose(-1, -2) @ U, start, layout.restart, False), start, False
+        )
     else:
         S = layout.unpack_states(states.to(x.q.dtype))
     dO = torch.zeros_like(x.v) if do is None else layout.chunks(do.to(x.q.dtype))
@@ -518,18 +636,43 @@ def chunk_backward(do: Tensor | None, dht: Tensor | None, q: Tensor, k: Tensor, 
     dq_hat = decayed * (dO @ S.transpose(-1, -2)) * scale
     dk_hat = -decayed * (dv @ S.transpose(-1, -2))
     dk_end = to_end * (new @ dS_end.transpose(-1, -2))
-    dq, dk, dg = tiles_backward(dP, x.beta * dL, x.q, x.k, tiles.factors, dq_hat, dk_hat + dk_end,
-                                x.q * dq_hat + x.k * dk_hat, x.k * dk_end, gamma * (S * dS_end).sum(-1))
+    dq, dk, dg = tiles_backward(
+        dP,
+        x.beta * dL,
+        x.q,
+        x.k,
+        tiles.factors,
+        dq_hat,
+        dk_hat + dk_end,
+        x.q * dq_hat + x.k * dk_hat,
+        x.k * dk_end,
+        gamma * (S * dS_end).sum(-1),
+    )
     grads = {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta}
     return _activations_backward(
-        x, {name: layout.tokens(d) for name, d in grads.items()}, A_log, dt_bias, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
+        x,
+        {name: layout.tokens(d) for name, d in grads.items()},
+        A_log,
+        dt_bias,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        lower_bound,
     ) | {"dh0": layout.final(dS, True, state_v_first)}
 
 
-def _activations_backward(x: Inputs, grads: dict[str, Tensor], A_log: Tensor | None, dt_bias: Tensor | None,
-                          use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool, use_beta_sigmoid_in_kernel: bool,
-                          allow_neg_eigval: bool, lower_bound: float | None) -> dict[str, Tensor]:
+def _activations_backward(
+    x: Inputs,
+    grads: dict[str, Tensor],
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    lower_bound: float | None,
+) -> dict[str, Tensor]:
     q, k, g, beta = x.raw
     dq, dk = (_reduce_heads(grads[name], q.shape[2]) for name in ("dq", "dk"))
     if use_qk_l2norm_in_kernel:

@@ -199,36 +199,72 @@ class KdaProblem:
     def tile_shapes(self, store_m: bool) -> dict[str, tuple[tuple[int, ...], str]]:
         """Scratch of kda_prepare per (slot, value head): shape and dtype; RK is the template's own output."""
         C, KP, work = self.chunk_size, self.KP, self.work_dtype
-        tiles: dict[str, tuple[tuple[int, ...], str]] = {name: ((C, KP), work) for name in ("KH", "KG", "QG")}
-        tiles |= {name: ((C, C), work) for name in ("P", "A", *(["M"] if store_m else []))}
+        tiles: dict[str, tuple[tuple[int, ...], str]] = dict.fromkeys(("KH", "KG", "QG"), ((C, KP), work))
+        tiles |= dict.fromkeys(("P", "A", *(["M"] if store_m else [])), ((C, C), work))
         return tiles | {"DEC": ((KP,), "float32"), "RQ": ((C,), "float32"), "BB": ((C,), "float32")}
 
     def backward_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Scratch of the backward kernels per (slot, value head), without the partial sums."""
         C, KP, VP, work = self.chunk_size, self.KP, self.VP, self.work_dtype
         shapes = {"ES": ((VP, KP), work), "Y": ((VP, C), work), "Z": ((VP, C), work)}
-        shapes |= {name: ((C, C), work) for name in ("DP", "DM", "DPT", "DMT")}
+        shapes |= dict.fromkeys(("DP", "DM", "DPT", "DMT"), ((C, C), work))
         shapes |= {"SQ": ((C,), "float32"), "SK": ((C,), "float32")}
         return shapes
 
 
-def make_problem(*, q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], scale: float,
-                 chunk_size: int, varlen: bool, use_gate: bool, lower_bound: float | None, has_A: bool, has_bias: bool,
-                 norm: bool, sigmoid: bool, allow_neg_eigval: bool, v_first: bool, has_h0: bool, has_ht: bool,
-                 device: torch.device) -> KdaProblem:
+def make_problem(
+    *,
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    scale: float,
+    chunk_size: int,
+    varlen: bool,
+    use_gate: bool,
+    lower_bound: float | None,
+    has_A: bool,
+    has_bias: bool,
+    norm: bool,
+    sigmoid: bool,
+    allow_neg_eigval: bool,
+    v_first: bool,
+    has_h0: bool,
+    has_ht: bool,
+    device: torch.device,
+) -> KdaProblem:
     """The problem of a call whose q, k, v have these dtypes and (static) head sizes."""
     work = "float32" if torch.float32 in dtypes else "bfloat16"
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return KdaProblem(H=q_shape[2], K=q_shape[3], HV=v_shape[2], V=v_shape[3], chunk_size=chunk_size, scale=float(scale),
-                      work_dtype=work, varlen=varlen, use_gate=use_gate, lower_bound=lower_bound, has_A=has_A,
-                      has_bias=has_bias, norm=norm, sigmoid=sigmoid, allow_neg_eigval=allow_neg_eigval, v_first=v_first,
-                      has_h0=has_h0, has_ht=has_ht, config=kda_config(work, q_shape[3], capability))
+    return KdaProblem(
+        H=q_shape[2],
+        K=q_shape[3],
+        HV=v_shape[2],
+        V=v_shape[3],
+        chunk_size=chunk_size,
+        scale=float(scale),
+        work_dtype=work,
+        varlen=varlen,
+        use_gate=use_gate,
+        lower_bound=lower_bound,
+        has_A=has_A,
+        has_bias=has_bias,
+        norm=norm,
+        sigmoid=sigmoid,
+        allow_neg_eigval=allow_neg_eigval,
+        v_first=v_first,
+        has_h0=has_h0,
+        has_ht=has_ht,
+        config=kda_config(work, q_shape[3], capability),
+    )
 
 
-def _scratch(shapes: Mapping[str, tuple[tuple[int, ...], str]], slots: int, HV: int,
-             device: torch.device) -> dict[str, Tensor]:
-    return {name: torch.empty((slots, HV, *shape), dtype=getattr(torch, dtype), device=device)
-            for name, (shape, dtype) in shapes.items()}
+def _scratch(
+    shapes: Mapping[str, tuple[tuple[int, ...], str]], slots: int, HV: int, device: torch.device
+) -> dict[str, Tensor]:
+    return {
+        name: torch.empty((slots, HV, *shape), dtype=getattr(torch, dtype), device=device)
+        for name, (shape, dtype) in shapes.items()
+    }
 
 
 def _flat(x: Tensor | None) -> Tensor | None:
@@ -244,24 +280,59 @@ def _prepare(p: KdaProblem, inputs: dict[str, Tensor], slots: int, store_m: bool
     tiles = _scratch(p.tile_shapes(store_m), slots, p.HV, device)
     tiles["RK"] = torch.empty((slots, p.HV, p.chunk_size), dtype=torch.float32, device=device)
     config = p.config.prepare
-    launch("kda_prepare", p.prepare(store_m), slots * p.HV, {**inputs, **tiles, OUTPUT: tiles["RK"]},
-           config.num_warps, config.num_stages)
+    launch(
+        "kda_prepare",
+        p.prepare(store_m),
+        slots * p.HV,
+        {**inputs, **tiles, OUTPUT: tiles["RK"]},
+        config.num_warps,
+        config.num_stages,
+    )
     return tiles
 
 
-def _scan(p: KdaProblem, inputs: dict[str, Tensor], tiles: dict[str, Tensor], walks: int, o: Tensor,
-          ht: Tensor | None, states: Tensor | None) -> None:
+def _scan(
+    p: KdaProblem,
+    inputs: dict[str, Tensor],
+    tiles: dict[str, Tensor],
+    walks: int,
+    o: Tensor,
+    ht: Tensor | None,
+    states: Tensor | None,
+) -> None:
     constants = p.scan(states is not None, ht is not None)
     tensors = {**inputs, **tiles, **_given(ht=ht, STATES=states), OUTPUT: o}
-    launch("kda_scan", constants, walks * p.HV * constants["NV"], tensors, p.config.scan.num_warps,
-           p.config.scan.num_stages)
+    launch(
+        "kda_scan",
+        constants,
+        walks * p.HV * constants["NV"],
+        tensors,
+        p.config.scan.num_warps,
+        p.config.scan.num_stages,
+    )
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
-             dt_bias: Tensor | None, cu_seqlens: Tensor | None, **flags: Any) -> KdaProblem:
-    return make_problem(q_shape=tuple(q.shape), v_shape=tuple(v.shape), dtypes=(q.dtype, k.dtype, v.dtype),
-                        varlen=cu_seqlens is not None, has_A=A_log is not None, has_bias=dt_bias is not None,
-                        has_h0=initial_state is not None, device=q.device, **flags)
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    **flags: Any,
+) -> KdaProblem:
+    return make_problem(
+        q_shape=tuple(q.shape),
+        v_shape=tuple(v.shape),
+        dtypes=(q.dtype, k.dtype, v.dtype),
+        varlen=cu_seqlens is not None,
+        has_A=A_log is not None,
+        has_bias=dt_bias is not None,
+        has_h0=initial_state is not None,
+        device=q.device,
+        **flags,
+    )
 
 
 def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -279,46 +350,132 @@ def _new_states(p: KdaProblem, q: Tensor, sequences: int) -> Tensor:
     return make(shape, dtype=getattr(torch, p.work_dtype), device=q.device)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-            initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, output_final_state: bool,
-            use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool, use_beta_sigmoid_in_kernel: bool,
-            allow_neg_eigval: bool, safe_gate: bool, lower_bound: float | None, state_v_first: bool, chunk_size: int,
-            save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+    state_v_first: bool,
+    chunk_size: int,
+    save_states: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`fla_inductor::chunk_kda` in two kernels."""
-    p = _problem(q, k, v, initial_state, A_log, dt_bias, cu_seqlens, scale=scale, chunk_size=chunk_size,
-                 use_gate=use_gate_in_kernel, lower_bound=lower_bound, norm=use_qk_l2norm_in_kernel,
-                 sigmoid=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, v_first=state_v_first,
-                 has_ht=output_final_state)
+    p = _problem(
+        q,
+        k,
+        v,
+        initial_state,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        scale=scale,
+        chunk_size=chunk_size,
+        use_gate=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        norm=use_qk_l2norm_in_kernel,
+        sigmoid=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        v_first=state_v_first,
+        has_ht=output_final_state,
+    )
     N = _sequences(q, cu_seqlens)
-    inputs = _given(q=q, k=k, v=v, g=g, beta=beta, A_log=_flat(A_log), dt_bias=_flat(dt_bias), h0=initial_state,
-                    cu_seqlens=cu_seqlens)
+    inputs = _given(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=_flat(A_log),
+        dt_bias=_flat(dt_bias),
+        h0=initial_state,
+        cu_seqlens=cu_seqlens,
+    )
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     ht = torch.empty(_state_shape(p, N), dtype=torch.float32, device=q.device) if output_final_state else None
     states = _new_states(p, q, N) if save_states else None
     tiles = _prepare(p, inputs, p.slots(q.shape[0], q.shape[1], N), store_m=False)
     _scan(p, inputs, tiles, p.walks(q.shape[0], N), o, ht, states)
     empty = torch.float32
-    return (o, q.new_empty(0, dtype=empty) if ht is None else ht,
-            q.new_empty(0, dtype=getattr(torch, p.work_dtype)) if states is None else states)
+    return (
+        o,
+        q.new_empty(0, dtype=empty) if ht is None else ht,
+        q.new_empty(0, dtype=getattr(torch, p.work_dtype)) if states is None else states,
+    )
 
 
-def backward(do: Tensor | None, dht: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-             A_log: Tensor | None, dt_bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-             states: Tensor | None, scale: float, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
-             use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, safe_gate: bool, lower_bound: float | None,
-             state_v_first: bool, chunk_size: int) -> tuple[Tensor, ...]:
+def backward(
+    do: Tensor | None,
+    dht: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    states: Tensor | None,
+    scale: float,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+    state_v_first: bool,
+    chunk_size: int,
+) -> tuple[Tensor, ...]:
     """`fla_inductor::chunk_kda_backward`: tiles again, states unless saved, reverse scan, two gradient kernels."""
-    p = _problem(q, k, v, initial_state, A_log, dt_bias, cu_seqlens, scale=scale, chunk_size=chunk_size,
-                 use_gate=use_gate_in_kernel, lower_bound=lower_bound, norm=use_qk_l2norm_in_kernel,
-                 sigmoid=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, v_first=state_v_first,
-                 has_ht=False)
+    p = _problem(
+        q,
+        k,
+        v,
+        initial_state,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        scale=scale,
+        chunk_size=chunk_size,
+        use_gate=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        norm=use_qk_l2norm_in_kernel,
+        sigmoid=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        v_first=state_v_first,
+        has_ht=False,
+    )
     B, T = q.shape[:2]
     N = _sequences(q, cu_seqlens)
     slots, walks = p.slots(B, T, N), p.walks(B, N)
     if do is None:
         do = q.new_zeros(1).expand(v.shape)
-    inputs = _given(q=q, k=k, v=v, g=g, beta=beta, A_log=_flat(A_log), dt_bias=_flat(dt_bias), h0=initial_state,
-                    cu_seqlens=cu_seqlens, do=do, dht=dht)
+    inputs = _given(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=_flat(A_log),
+        dt_bias=_flat(dt_bias),
+        h0=initial_state,
+        cu_seqlens=cu_seqlens,
+        do=do,
+        dht=dht,
+    )
     tiles = _prepare(p, inputs, slots, store_m=True)
     if states is None or states.numel() == 0:
         states = _new_states(p, q, N)
@@ -329,22 +486,45 @@ def backward(do: Tensor | None, dht: Tensor | None, q: Tensor, k: Tensor, v: Ten
     dv = torch.empty(v.shape, dtype=v.dtype, device=q.device)
     dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=q.device)
     dg = torch.empty(g.shape, dtype=g.dtype, device=q.device)
-    dh0 = torch.empty(_state_shape(p, N), dtype=initial_state.dtype, device=q.device) if initial_state is not None else None
+    dh0 = (
+        torch.empty(_state_shape(p, N), dtype=initial_state.dtype, device=q.device)
+        if initial_state is not None
+        else None
+    )
 
     reverse = p.scan_backward(dht is not None)
-    launch("kda_scan_backward", reverse, walks * p.HV * reverse["NV"], {**tensors, **_given(dh0=dh0), OUTPUT: dv},
-           p.config.scan_backward.num_warps, p.config.scan_backward.num_stages)
-    launch("kda_grad_intra", p.grad_intra(), slots * p.HV, {**tensors, OUTPUT: dbeta}, p.config.grad_intra.num_warps,
-           p.config.grad_intra.num_stages)
+    launch(
+        "kda_scan_backward",
+        reverse,
+        walks * p.HV * reverse["NV"],
+        {**tensors, **_given(dh0=dh0), OUTPUT: dv},
+        p.config.scan_backward.num_warps,
+        p.config.scan_backward.num_stages,
+    )
+    launch(
+        "kda_grad_intra",
+        p.grad_intra(),
+        slots * p.HV,
+        {**tensors, OUTPUT: dbeta},
+        p.config.grad_intra.num_warps,
+        p.config.grad_intra.num_stages,
+    )
     dq, dk, dA, dbias = _grad_input(p, tensors, slots, dg)
-    return (dq, dk, dv, dg, dbeta,
-            q.new_empty(0) if A_log is None else dA.reshape(A_log.shape).to(A_log.dtype),
-            q.new_empty(0) if dt_bias is None else dbias.reshape(dt_bias.shape).to(dt_bias.dtype),
-            q.new_empty(0) if dh0 is None else dh0)
+    return (
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        q.new_empty(0) if A_log is None else dA.reshape(A_log.shape).to(A_log.dtype),
+        q.new_empty(0) if dt_bias is None else dbias.reshape(dt_bias.shape).to(dt_bias.dtype),
+        q.new_empty(0) if dh0 is None else dh0,
+    )
 
 
-def _grad_input(p: KdaProblem, tensors: dict[str, Tensor], slots: int,
-                dg: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _grad_input(
+    p: KdaProblem, tensors: dict[str, Tensor], slots: int, dg: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launches the last kernel and reduces its partial sums: over value heads for q, k, over chunks for parameters."""
     q, k = tensors["q"], tensors["k"]
     B, T = q.shape[:2]
@@ -355,30 +535,80 @@ def _grad_input(p: KdaProblem, tensors: dict[str, Tensor], slots: int,
     NK = p.KP // p.grad_BK
     dA = torch.empty((slots, p.HV, NK), dtype=torch.float32, device=q.device)
     dbias = torch.empty((slots, p.HV, p.KP), dtype=torch.float32, device=q.device)
-    launch("kda_grad_input", p.grad_input(), slots * p.HV * NK,
-           {**tensors, "DQ": dq, "DK": dk, "DA": dA, "DBIAS": dbias, OUTPUT: dg}, p.config.grad_input.num_warps,
-           p.config.grad_input.num_stages)
+    launch(
+        "kda_grad_input",
+        p.grad_input(),
+        slots * p.HV * NK,
+        {**tensors, "DQ": dq, "DK": dk, "DA": dA, "DBIAS": dbias, OUTPUT: dg},
+        p.config.grad_input.num_warps,
+        p.config.grad_input.num_stages,
+    )
     if grouped:
         dq = dq.view(B, T, p.H, -1, p.K).sum(3).to(q.dtype)
         dk = dk.view(B, T, p.H, -1, p.K).sum(3).to(k.dtype)
     return dq, dk, dA.sum((0, 2)), dbias.sum(0)[:, : p.K]
 
 
-def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-              initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, output_final_state: bool,
-              use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool, use_beta_sigmoid_in_kernel: bool,
-              allow_neg_eigval: bool, lower_bound: float | None, state_v_first: bool) -> tuple[Tensor, Tensor]:
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    lower_bound: float | None,
+    state_v_first: bool,
+) -> tuple[Tensor, Tensor]:
     """`fla_inductor::fused_recurrent_kda` in one kernel."""
-    p = _problem(q, k, v, initial_state, A_log, dt_bias, cu_seqlens, scale=scale, chunk_size=64,
-                 use_gate=use_gate_in_kernel, lower_bound=lower_bound, norm=use_qk_l2norm_in_kernel,
-                 sigmoid=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, v_first=state_v_first,
-                 has_ht=output_final_state)
+    p = _problem(
+        q,
+        k,
+        v,
+        initial_state,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        scale=scale,
+        chunk_size=64,
+        use_gate=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        norm=use_qk_l2norm_in_kernel,
+        sigmoid=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        v_first=state_v_first,
+        has_ht=output_final_state,
+    )
     N = _sequences(q, cu_seqlens)
     o = torch.empty(v.shape, dtype=v.dtype, device=q.device)
     ht = torch.empty(_state_shape(p, N), dtype=torch.float32, device=q.device) if output_final_state else None
-    tensors = _given(q=q, k=k, v=v, g=g, beta=beta, A_log=_flat(A_log), dt_bias=_flat(dt_bias), h0=initial_state,
-                     ht=ht, cu_seqlens=cu_seqlens)
+    tensors = _given(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=_flat(A_log),
+        dt_bias=_flat(dt_bias),
+        h0=initial_state,
+        ht=ht,
+        cu_seqlens=cu_seqlens,
+    )
     constants = p.recurrent(beta.dim() == 4)
-    launch("kda_recurrent", constants, p.walks(q.shape[0], N) * p.HV * constants["NV"], {**tensors, OUTPUT: o},
-           p.config.recurrent.num_warps, p.config.recurrent.num_stages)
+    launch(
+        "kda_recurrent",
+        constants,
+        p.walks(q.shape[0], N) * p.HV * constants["NV"],
+        {**tensors, OUTPUT: o},
+        p.config.recurrent.num_warps,
+        p.config.recurrent.num_stages,
+    )
     return o, q.new_empty(0, dtype=torch.float32) if ht is None else ht

@@ -56,12 +56,20 @@ class _Hooks:
         terms = (f"{index} * {self.stride(name, dim)}" for dim, index in enumerate(indices))
         return f"{name} + ({' + '.join(terms)})"
 
-    def load_input(self, name: str, value: str, indices: tuple[str, ...], mask: str, indent_width: int,
-                   index_shape: tuple[str, ...]) -> str:
+    def load_input(
+        self,
+        name: str,
+        value: str,
+        indices: tuple[str, ...],
+        mask: str,
+        indent_width: int,
+        index_shape: tuple[str, ...],
+    ) -> str:
         return f"{value} = tl.load({self._address(name, indices)}, mask={mask}, other=0.0)"
 
-    def store_output(self, indices: tuple[str, ...], value: str, mask: str, indent_width: int,
-                     val_shape: tuple[str, ...]) -> str:
+    def store_output(
+        self, indices: tuple[str, ...], value: str, mask: str, indent_width: int, val_shape: tuple[str, ...]
+    ) -> str:
         return f"tl.store({self._address(OUTPUT, indices)}, {value}, mask={mask})"
 
 
@@ -130,8 +138,9 @@ def _extent(x: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
-def launch(name: str, constants: Mapping[str, Any], grid: int, tensors: Mapping[str, Tensor], num_warps: int,
-           num_stages: int) -> None:
+def launch(
+    name: str, constants: Mapping[str, Any], grid: int, tensors: Mapping[str, Tensor], num_warps: int, num_stages: int
+) -> None:
     """Run template `name` on a one-dimensional grid; `tensors` maps the template's names, and OUTPUT, to tensors."""
     if grid == 0:
         return
