@@ -2,9 +2,9 @@
 
     python benchmarks/kda.py --json benchmarks/results/kda_h200.json
 
-Medians of triton.testing.do_bench, eager, in-kernel gate, l2norm and sigmoid of beta, initial and final state. FLA comes
-last, since its first calls autotune for minutes; the file is written after each step, so that a run that is cut short
-keeps what it measured. fla-core's other backends (TileLang, FlashKDA, FlashQLA) are switched off.
+Medians of triton.testing.do_bench, eager, in-kernel gate, l2norm and sigmoid of beta, initial and final state. FLA
+comes last, since its first calls autotune for minutes; the file is written after each step, so that a run that is cut
+short keeps what it measured. fla-core's other backends (TileLang, FlashKDA, FlashQLA) are switched off.
 """
 
 from __future__ import annotations

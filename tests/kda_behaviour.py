@@ -1,4 +1,4 @@
-"""What KDA's kernels promise beyond numbers, as checks that run on any device; `test_kernels` and `test_gpu` call them."""
+"""What KDA's kernels promise beyond numbers, checked on any device; `test_kernels` and `test_gpu` call these."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def no_A_log_is_unit_scale_bit_for_bit(device: str, lower_bound: float | None) -
 
 
 def future_tokens_change_nothing_before_them(device: str, lower_bound: float | None, strong: bool) -> None:
-    """Outputs, and gradients of a loss on them, bit for bit; the strong gates make later rows leave the anchored pass."""
+    """Outputs, and gradients of a loss on them, bit for bit; strong gates make later rows leave the anchored pass."""
     x, cut = inputs(device), 70
     if strong:
         x["g"][:, cut:] = 60.0
@@ -72,7 +72,7 @@ def future_tokens_change_nothing_before_them(device: str, lower_bound: float | N
 
 def minus_infinity_is_a_full_reset(device: str) -> None:
     x = inputs(device, T=70, dtype=torch.float32)
-    plain = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    plain: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
     call = {name: x[name].detach().requires_grad_() for name in ("q", "k", "v", "beta")}
     g = (-torch.rand_like(x["g"].float())).to(x["g"].dtype)
     g[:, 40] = -torch.inf

@@ -18,25 +18,25 @@ RANKS = dict.fromkeys(("q", "k", "v", "g", "do", "h0", "dht", "dq", "dk"), 4) | 
 def problem(
     K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16, sm: int = 90, **changes: Any
 ) -> kda.KdaProblem:
-    base: dict[str, Any] = dict(
-        q_shape=(1, 8192, 32, K),
-        v_shape=(1, 8192, 32, V),
-        dtypes=(dtype,) * 3,
-        scale=0.1,
-        chunk_size=64,
-        varlen=False,
-        use_gate=True,
-        lower_bound=None,
-        has_A=True,
-        has_bias=True,
-        norm=True,
-        sigmoid=True,
-        allow_neg_eigval=False,
-        v_first=True,
-        has_h0=True,
-        has_ht=True,
-        device=torch.device("cpu"),
-    )
+    base: dict[str, Any] = {
+        "q_shape": (1, 8192, 32, K),
+        "v_shape": (1, 8192, 32, V),
+        "dtypes": (dtype,) * 3,
+        "scale": 0.1,
+        "chunk_size": 64,
+        "varlen": False,
+        "use_gate": True,
+        "lower_bound": None,
+        "has_A": True,
+        "has_bias": True,
+        "norm": True,
+        "sigmoid": True,
+        "allow_neg_eigval": False,
+        "v_first": True,
+        "has_h0": True,
+        "has_ht": True,
+        "device": torch.device("cpu"),
+    }
     made = kda.make_problem(**{**base, **changes})
     return dataclasses.replace(made, config=kda_config(made.work_dtype, K, (sm // 10, sm % 10)))
 

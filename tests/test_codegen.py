@@ -92,10 +92,9 @@ def test_no_kernel_fills_or_copies_outputs(state: str) -> None:
     def fn(*args: Tensor) -> Any:
         if state == "none":
             return chunk(*args)
-        *rest, h0 = args
-        return fla_inductor.chunk_kda(
-            *rest[:5], A_log=rest[5], dt_bias=rest[6], initial_state=h0, output_final_state=True, **FLAGS
-        )
+        names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+        kwargs: dict[str, Any] = dict(zip(names, args, strict=True))
+        return fla_inductor.chunk_kda(**kwargs, output_final_state=True, **FLAGS)
 
     make = inputs if state == "none" else lambda: (*inputs(), nogpu.cuda(1, 2, 128, 128))
     launches = nogpu.capture(fn, make).launches()

@@ -142,8 +142,8 @@ def chunk_kda(
         disable_recompute: keep the states between chunks for the backward instead of computing them again.
         return_intermediate_states: also return the states that enter each chunk.
         state_v_first: states are [N, HV, V, K].
-        cu_seqlens: [N + 1] int32 or int64 offsets of packed sequences (B = 1), empty ones allowed; tokens after the last
-            offset give zeros.
+        cu_seqlens: [N + 1] int32 or int64 offsets of packed sequences (B = 1), empty ones allowed; tokens after the
+            last offset give zeros.
         cu_seqlens_cpu: accepted for FLA's sake; nothing here needs it.
         A_log: HV elements in any shape; None is a gate of unit scale, as zeros.
         dt_bias: HV * K elements in any shape; None is no bias.

@@ -223,8 +223,9 @@ def by_chunks(x: Recurrent, scan: reference.Scan = reference.loop_scan) -> tuple
 
 
 def _cast(x: Recurrent, o: Tensor, final_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    wanted = x.output_final_state and final_state is not None
-    return o.to(x.v.dtype), final_state if wanted else kda.absent(x.q, torch.float32)
+    if not x.output_final_state or final_state is None:
+        final_state = kda.absent(x.q, torch.float32)
+    return o.to(x.v.dtype), final_state
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:

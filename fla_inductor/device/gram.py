@@ -1,11 +1,12 @@
 """Decayed Gram matrices inside one chunk and the triangular inverse, with exponents that never overflow.
 
-R_ij = sum_d x_id y_jd 2^(G_id - G_jd) for j <= i, where G is non-increasing along rows. The exponent is split into a row
-factor and a column factor around a reference that lies between them:
+R_ij = sum_d x_id y_jd 2^(G_id - G_jd) for j <= i, where G is non-increasing along rows. The exponent is split into a
+row factor and a column factor around a reference that lies between them:
 
 - level h (1, 2, 4, ...): i in the second half, j in the first half of a block of 2h rows; reference = first row of the
   second half; both factors are at most one, whatever the gate.
-- anchored block of 16 rows: all its pairs at once around its first row, shifted so that both factors stay within 2^+-59.
+- anchored block of 16 rows: all its pairs at once around its first row, shifted so that both factors stay within
+  2^+-59.
 
 A row takes the anchored value only if its own decay since the first row allows that, which rows after it cannot change.
 """
@@ -127,7 +128,7 @@ def gram_slice(
     for lv in range(4, NLEVEL):
         b_e, pairs = level_factor(b_G, o_i, 1 << lv)
         b_P, b_M = _gram_pass(b_q, b_k, b_e, b_e, pairs, b_P, b_M, DT, PREC)
-    if not BOUNDED:
+    if not BOUNDED:  # noqa: SIM102 - a constexpr test must stand alone, or the kernel branches on it
         if tl.min(ok.to(tl.int32), 0) == 0:
             diagonal = (o_i[:, None] == o_i[None, :]) & (ok[:, None] == 0)
             b_P += tl.where(diagonal, tl.sum(b_q * b_k, 1)[:, None], 0.0)

@@ -25,8 +25,8 @@ def static(size: Any) -> int:
     if isinstance(size, (int, sympy.Integer)):
         return int(size)
     sizevars = V.graph.sizevars
-    guard = getattr(sizevars, "guard_int", None) or sizevars.evaluate_static_shape
-    return int(guard(size))
+    guard = "guard_int" if hasattr(sizevars, "guard_int") else "evaluate_static_shape"  # torch 2.13, 2.11
+    return int(getattr(sizevars, guard)(size))
 
 
 def ceil_div(a: Any, b: int) -> Any:

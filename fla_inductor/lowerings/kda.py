@@ -123,7 +123,7 @@ class _Call:
         return self.scratch((0,), dtype)
 
 
-def _flat(x: Box | None) -> Box | None:
+def _flat(x: Box | None) -> Any:
     """A parameter as a contiguous vector; kernels read it by plain pointer."""
     if x is None:
         return None
@@ -179,7 +179,7 @@ def _lower_forward(*args: Any) -> tuple[Box, Box, Box]:
 
 
 def _lower_backward(*args: Any) -> tuple[Box, ...]:
-    """Templates kda_prepare, kda_scan unless the states were saved, kda_scan_backward, kda_grad_intra, kda_grad_input."""
+    """Templates kda_prepare, kda_scan unless states were saved, kda_scan_backward, kda_grad_intra, kda_grad_input."""
     x: Any = Backward(*args)
     if x.q.get_device().type != "cuda":
         return common.fallback(ops.chunk_kda_backward.default, f"no template for device {x.q.get_device()}")(*args)

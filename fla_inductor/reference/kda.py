@@ -1,4 +1,4 @@
-"""Kimi Delta Attention in plain PyTorch: the recurrence that defines it, and the chunk form with its hand-written backward.
+"""Kimi Delta Attention in plain PyTorch: the recurrence that defines it, and the chunk form with its own backward.
 
     S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
 
@@ -12,6 +12,7 @@ sequential part, the recurrence between chunks, is passed in as `scan`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -148,7 +149,7 @@ def recurrent(
     if offsets is None:
         o, state = run(slice(0, T), state)
     else:
-        pairs = [run(slice(a, b), state[n : n + 1]) for n, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False))]
+        pairs = [run(slice(a, b), state[n : n + 1]) for n, (a, b) in enumerate(itertools.pairwise(offsets))]
         tail = v.new_zeros((B, T - offsets[-1], HV, V), dtype=dtype)
         o = torch.cat([*(x for x, _ in pairs), tail], 1)
         state = torch.cat([s for _, s in pairs]) if pairs else state
@@ -307,7 +308,7 @@ def loop_scan(decay: Tensor, x: Tensor, y: Tensor, z: Tensor, init: Tensor, rest
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
     """First and second block of each pair: [..., 2n, h, D] -> two [..., n, h, D]."""
-    return x.unflatten(-3, (-1, 2)).unbind(-3)  # type: ignore[return-value]
+    return x.unflatten(-3, (-1, 2)).unbind(-3)
 
 
 def _merge(first: Tensor, second: Tensor) -> Tensor:
@@ -317,7 +318,7 @@ def _merge(first: Tensor, second: Tensor) -> Tensor:
 
 def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
     """Rows of the first and second halves of each block of 2 h rows: [..., C, D] -> two [..., C / 2h, h, D]."""
-    return x.unflatten(-2, (-1, 2, h)).unbind(-3)  # type: ignore[return-value]
+    return x.unflatten(-2, (-1, 2, h)).unbind(-3)
 
 
 def _join(first: Tensor, corner: Tensor, second: Tensor) -> Tensor:
@@ -328,7 +329,8 @@ def _join(first: Tensor, corner: Tensor, second: Tensor) -> Tensor:
 class Tiles(NamedTuple):
     """Products of one chunk. With G the running sum of g inside the chunk and e(i, j) = exp(G_i - G_j):
 
-    P_ij = sum_d q_id k_jd e_d(i, j) for j <= i;  M_ij = sum_d k_id k_jd e_d(i, j) for j < i;  A = (I + Diag(beta) M)^-1.
+    P_ij = sum_d q_id k_jd e_d(i, j) for j <= i;  M_ij = sum_d k_id k_jd e_d(i, j) for j < i;
+    A = (I + Diag(beta) M)^-1.
     """
 
     P: Tensor

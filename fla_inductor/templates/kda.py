@@ -206,7 +206,11 @@ class KdaProblem:
     def backward_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Scratch of the backward kernels per (slot, value head), without the partial sums."""
         C, KP, VP, work = self.chunk_size, self.KP, self.VP, self.work_dtype
-        shapes = {"ES": ((VP, KP), work), "Y": ((VP, C), work), "Z": ((VP, C), work)}
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {
+            "ES": ((VP, KP), work),
+            "Y": ((VP, C), work),
+            "Z": ((VP, C), work),
+        }
         shapes |= dict.fromkeys(("DP", "DM", "DPT", "DMT"), ((C, C), work))
         shapes |= {"SQ": ((C,), "float32"), "SK": ((C,), "float32")}
         return shapes
