@@ -22,7 +22,7 @@ POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int64"
 def compile_kernel(
     kernel: Kernel, dtypes: Mapping[str, str], ranks: Mapping[str, int], sm: int, num_warps: int, num_stages: int
 ) -> Any:
-    """`dtypes` names each tensor's dtype; of its `ranks` dimensions the last is contiguous, the others in steps of 16."""
+    """`dtypes` names each tensor's dtype; the last of its `ranks` dimensions is contiguous, others step by 16."""
     names = kernel.fn.arg_names
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}

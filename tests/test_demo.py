@@ -78,6 +78,9 @@ CODE = """
 cpp_fused_add_0 = async_compile.cpp_pybinding(['float*'], r'''x''')
 triton_tem_fused_chunk_kda_1 = async_compile.triton('triton_tem_fused_chunk_kda_1', '''x''')
 triton_poi_fused_fused_kda_gate_2 = async_compile.triton('triton_poi_fused_fused_kda_gate_2', '''x''')
+cpp_fused__unsafe_view_chunk_kda_silu_view_3 = async_compile.cpp_pybinding(['float*'], r'''x''')
+cpp_fused_chunk_kda_chunk_kda_backward_slice_4 = async_compile.cpp_pybinding(['float*'], r'''x''')
+cpp_fused_chunk_kda_backward_5 = async_compile.cpp_pybinding(['float*'], r'''x''')
 def call(args):
         cpp_fused_add_0(buf0)
         extern_kernels.mm(arg0, arg1, out=buf0)
@@ -89,13 +92,13 @@ def call(args):
 
 def test_fusion_is_read_from_generated_code():
     kernels = fusion.count([CODE])
-    assert kernels.fused == ("cpp_fused_add_0", "triton_poi_fused_fused_kda_gate_2")
+    assert [name[-1] for name in kernels.fused] == ["0", "2", "3", "4", "5"]
     assert kernels.templates == ("triton_tem_fused_chunk_kda_1",)
     assert kernels.extern == collections.Counter(mm=2, sort=1)
     assert kernels.called == collections.Counter(chunk_kda_backward=1)
-    assert kernels.fate("chunk_kda") == "1 template kernels"
-    assert kernels.fate("chunk_kda_backward") == "one call"
-    assert kernels.fate("fused_kda_gate") == "1 fused kernels"
+    assert kernels.fate("chunk_kda") == "1 template and 2 kernels, 1 shared with its neighbours"
+    assert kernels.fate("chunk_kda_backward") == "one call each"
+    assert kernels.fate("fused_kda_gate") == "1 kernel, 0 shared with its neighbours"
     assert kernels.fate("l2norm") == "dissolved into the kernels around it"
 
 

@@ -19,7 +19,7 @@ def about() -> None:
 @app.command()
 def demo(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    steps: Annotated[int, typer.Option(help="training steps", min=1)] = 60,
+    steps: Annotated[int, typer.Option(help="training steps", min=1)] = 100,
     text: Annotated[Path | None, typer.Option(help="file to train on", exists=True, dir_okay=False)] = None,
     out: Annotated[Path, typer.Option(help="folder for the loss curve and the package")] = Path("demo_output"),
 ) -> None:

@@ -36,14 +36,25 @@ class Kernels:
     called: collections.Counter[str]
 
     def fate(self, op: str) -> str:
-        """What became of operator `op`."""
+        """What became of operator `op`, from the names of the kernels, which list the operators that they come from."""
         if self.called[op]:
-            return "one call"
-        if templates := [name for name in self.templates if op in name]:
-            return f"{len(templates)} template kernels"
-        if fused := [name for name in self.fused if op in name]:
-            return f"{len(fused)} fused kernels"
-        return "dissolved into the kernels around it"
+            return "one call each"
+        name = re.compile(rf"_{op}(?!_backward)(?=_)")
+        templates = [kernel for kernel in self.templates if name.search(kernel)]
+        fused = [kernel for kernel in self.fused if name.search(kernel)]
+        if not templates and not fused:
+            return "dissolved into the kernels around it"
+        shared = sum(bool(_neighbours(kernel, op)) for kernel in (*templates, *fused))
+        counts = [(templates, "template"), (fused, "kernel")]
+        parts = [f"{len(names)} {kind}{'s' * (len(names) > 1)}" for names, kind in counts if names]
+        return f"{' and '.join(parts)}, {shared} shared with its neighbours"
+
+
+def _neighbours(kernel: str, op: str) -> str:
+    """What a kernel's name lists beside `op`, its backward, and operators that move no data."""
+    return re.sub(
+        rf"^\w+?_fused|_{op}_backward|_{op}|__?unsafe_view|_view|_slice|_squeeze|_unbind|_split|_\d+$", "", kernel
+    )
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> Graph:
