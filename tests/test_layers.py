@@ -331,7 +331,8 @@ def gradients(layer: KimiDeltaAttention, fn: Any, *args: Any, **kwargs: Any) -> 
 def test_compiled_training_with_padding(fresh_compile):
     layer = make_layer()
     x, mask = padded(torch.randn(2, 70, 32), [70, 33], left=True)
-    compiled = torch.compile(layer, fullgraph=True)
+    # Inductor compiles the same layer in the demonstration (test_demo.py)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     expected, expected_gradients = gradients(layer, layer, x, attention_mask=mask)
     o, grads = gradients(layer, compiled, x, attention_mask=mask)
     assert error_ratio(expected, o) < 1e-5
