@@ -66,7 +66,7 @@ def _tensors(op: str) -> Iterator[Bad]:
         yield Bad(f"{name}_int32", name, Tensor.int, TypeError)
         if len(tensors) > 1:
             yield Bad(f"{name}_on_another_device", name, _to_meta, any_argument=True)
-        if inspect.signature(contract.public).parameters[name].default is inspect.Parameter.empty:
+        if "None" not in str(inspect.signature(contract.public).parameters[name].annotation):
             yield Bad(f"{name}_missing", name, None, TypeError)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,12 +17,15 @@ RANKS = dict.fromkeys(("q", "k", "v", "g", "do", "h0", "dht", "dq", "dk"), 4) | 
 def problem(
     K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16, sm: int = 90, **changes: Any
 ) -> kda.KdaProblem:
+    work = "float32" if dtype == torch.float32 else "bfloat16"
     base: dict[str, Any] = {
-        "q_shape": (1, 8192, 32, K),
-        "v_shape": (1, 8192, 32, V),
-        "dtypes": (dtype,) * 3,
-        "scale": 0.1,
+        "H": 32,
+        "HV": 32,
+        "K": K,
+        "V": V,
         "chunk_size": 64,
+        "scale": 0.1,
+        "work_dtype": work,
         "varlen": False,
         "use_gate": True,
         "lower_bound": None,
@@ -35,10 +37,9 @@ def problem(
         "v_first": True,
         "has_h0": True,
         "has_ht": True,
-        "device": torch.device("cpu"),
+        "config": kda_config(work, K, (sm // 10, sm % 10)),
     }
-    made = kda.make_problem(**{**base, **changes})
-    return dataclasses.replace(made, config=kda_config(made.work_dtype, K, (sm // 10, sm % 10)))
+    return kda.KdaProblem(**{**base, **changes})
 
 
 def kernels(p: kda.KdaProblem, work: str) -> Iterator[tuple[Kernel, dict[str, str], Any]]:

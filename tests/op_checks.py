@@ -54,8 +54,12 @@ def call(
     sample: Sample,
     dtype: torch.dtype | None = None,
     like: Result | None = None,
+    varying: int | None = None,
 ) -> Result:
-    """Outputs, and gradients under random upstream gradients rounded to the dtypes of the outputs in `like`."""
+    """Outputs, and gradients under random upstream gradients rounded to the dtypes of the outputs in `like`.
+
+    Upstream gradients vary along their last `varying` dimensions, and are expanded (stride 0) over the others.
+    """
     kwargs = {name: leaf(x, name in sample.grad, dtype) for name, x in sample.kwargs.items()}
     if "mutates" in contract.features:
         kwargs["cache"] = kwargs["cache"].clone(memory_format=torch.preserve_format)
@@ -68,21 +72,25 @@ def call(
     upstream = []
     for name, x in outputs.items():
         final = (outputs if like is None else like.outputs)[name].dtype
-        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device, final)
-        upstream.append((noise.to(x.dtype), x))
+        shape = x.shape if varying is None else x.shape[x.dim() - min(varying, x.dim()) :]
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(x.device, final)
+        upstream.append((noise.to(x.dtype).expand(x.shape), x))
     pairs = [(d, x) for d, x in upstream if x.requires_grad]
     grads = torch.autograd.grad([x for _, x in pairs], [kwargs[n] for n in sample.grad], [d for d, _ in pairs])
     return Result(outputs, dict(zip(sample.grad, grads, strict=True)))
 
 
-def assert_matches_reference(contract: OpContract, sample: Sample, dtype: torch.dtype) -> None:
+def assert_matches_reference(
+    contract: OpContract, sample: Sample, dtype: torch.dtype, varying: int | None = None
+) -> None:
     """Numbers, shapes, dtypes and contiguity of all outputs, and the gradient of every input that has one."""
-    ours = call(contract.public, contract, sample)
-    theirs = call(contract.reference, contract, sample, torch.float64, like=ours)
+    ours = call(contract.public, contract, sample, varying=varying)
+    theirs = call(contract.reference, contract, sample, torch.float64, like=ours, varying=varying)
     assert ours.outputs.keys() == theirs.outputs.keys()
     bounds = contract.tolerances[dtype]
     for name, expected in [*theirs.outputs.items(), *theirs.grads.items()]:
         actual = ours.outputs[name] if name in ours.outputs else ours.grads[name]
+        assert actual.isfinite().all(), name
         assert error_ratio(expected, actual) <= bounds.get(name, bounds["default"]), name
     for name, x in ours.outputs.items():
         assert x.is_contiguous() or name == "cache", name
@@ -94,13 +102,17 @@ def assert_compiles(contract: OpContract, sample: Sample, backend: str, toleranc
     """The compiled function has no break and returns what the function returns, with the same strides."""
     torch._dynamo.reset()
     compiled = torch.compile(contract.public, fullgraph=True, backend=backend)
-    eager, other = call(contract.public, contract, sample), call(compiled, contract, sample)
-    assert eager.outputs.keys() == other.outputs.keys()
-    for name, x in eager.outputs.items():
-        assert (x.dtype, x.stride()) == (other.outputs[name].dtype, other.outputs[name].stride()), name
-        assert error_ratio(x, other.outputs[name]) <= tolerance, name
-    for name, x in eager.grads.items():
-        assert error_ratio(x, other.grads[name]) <= tolerance, name
+    assert_same(call(contract.public, contract, sample), call(compiled, contract, sample), tolerance)
+
+
+def assert_same(expected: Result, actual: Result, tolerance: float) -> None:
+    """The same outputs, laid out in the same way, and the same gradients."""
+    assert expected.outputs.keys() == actual.outputs.keys()
+    for name, x in expected.outputs.items():
+        assert (x.dtype, x.stride()) == (actual.outputs[name].dtype, actual.outputs[name].stride()), name
+        assert error_ratio(x, actual.outputs[name]) <= tolerance, name
+    for name, x in expected.grads.items():
+        assert error_ratio(x, actual.grads[name]) <= tolerance, name
 
 
 def graphs(fn: Callable[..., Any], calls: Sequence[tuple[Any, ...]], **options: Any) -> Iterator[int]:

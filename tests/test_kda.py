@@ -42,17 +42,21 @@ def test_matches_reference(op: str, name: str, dtype: torch.dtype) -> None:
 def test_chunk_form_is_the_recurrence_in_float64(options: dict[str, Any]) -> None:
     """Forward and hand-written backward against autograd of the token-by-token form."""
     sample = make_sample(CPU, torch.float32, "float64", **options)
-    kwargs = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in sample.kwargs.items()}
-    leaves = {n: kwargs[n].clone().requires_grad_() for n in sample.grad}
-    o, ht = reference.recurrent(**{**kwargs, **leaves})
+    kwargs: dict[str, Any] = {
+        n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in sample.kwargs.items()
+    }
+    leaves: dict[str, Any] = {n: kwargs[n].clone().requires_grad_() for n in sample.grad}
+    chunk_backward: Any = reference.chunk_backward
+    result: Any = reference.recurrent(**{**kwargs, **leaves})
+    o, ht = result
     do, dht = torch.randn_like(o), torch.randn_like(ht)
     expected = torch.autograd.grad([o, ht], list(leaves.values()), [do, dht])
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
-    tensors = [kwargs.get(n) for n in names]
+    tensors: list[Any] = [kwargs.get(n) for n in names]
     flags = {n: x for n, x in kwargs.items() if n not in (*names, "output_final_state")}
     flags.setdefault("scale", kwargs["q"].shape[-1] ** -0.5)
     o_chunk, ht_chunk, _ = reference.chunk_forward(*tensors, **flags)
-    grads = reference.chunk_backward(do, dht, *tensors, None, **flags)
+    grads = chunk_backward(do, dht, *tensors, None, **flags)
     assert op_checks.error_ratio(o, o_chunk) < 1e-10
     assert op_checks.error_ratio(ht, ht_chunk) < 1e-10
     keys = {"initial_state": "dh0"}
@@ -239,7 +243,7 @@ def _bad(**changes: Any) -> dict[str, Any]:
 
 
 # what is wrong with a call -> the call, the exception, and the argument it names
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "k_shape": (_bad(k=torch.randn(1, 6, 2, 9)), ValueError, "k"),
     "v_tokens": (_bad(v=torch.randn(1, 7, 4, 8)), ValueError, "v"),
     "heads": (_bad(v=torch.randn(1, 6, 3, 8)), ValueError, "v"),
@@ -286,4 +290,4 @@ def test_bad_calls_say_what_is_wrong(what: str, fresh_compile: None) -> None:
 
 def test_an_unknown_argument_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="chunk_sise"):
-        fla_inductor.chunk_kda(**_bad(), chunk_sise=64)
+        fla_inductor.chunk_kda(**_bad(chunk_sise=64))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from fla_inductor import _checks
+from fla_inductor import _checks, _compat
 from fla_inductor._library import LIB, NAMESPACE, TAGS
 from fla_inductor.contract import OpContract, Sample, register
 from fla_inductor.reference import kda as reference
@@ -192,8 +192,8 @@ def chunk_kda(
 
 
 def default_scale(q: Tensor) -> float:
-    """K ** -0.5; a `q` without dimensions is left to the operator's own checks."""
-    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+    """K ** -0.5; a `q` that is missing or has no dimensions is left to the operator's own checks."""
+    return q.shape[-1] ** -0.5 if q is not None and q.dim() and q.shape[-1] else 1.0
 
 
 # Checks
@@ -204,12 +204,16 @@ def check_cu_seqlens_cpu(op: str, cu_seqlens: Tensor | None, cu_seqlens_cpu: Ten
     if cu_seqlens_cpu is None:
         return
     if cu_seqlens is None:
-        raise ValueError(f"{op}: argument `cu_seqlens_cpu`: expected None without `cu_seqlens`, got a tensor")
-    if cu_seqlens_cpu.shape != cu_seqlens.shape:
-        raise ValueError(
-            f"{op}: argument `cu_seqlens_cpu`: expected the shape of `cu_seqlens` = "
-            f"{list(cu_seqlens.shape)}, got {list(cu_seqlens_cpu.shape)}"
-        )
+        _refuse_cu_seqlens_cpu(op, "None without `cu_seqlens`", "a tensor")
+    elif cu_seqlens_cpu.shape != cu_seqlens.shape:
+        expected = f"the shape of `cu_seqlens` = {list(cu_seqlens.shape)}"
+        _refuse_cu_seqlens_cpu(op, expected, f"{list(cu_seqlens_cpu.shape)}")
+
+
+@_compat.called_by_dynamo
+def _refuse_cu_seqlens_cpu(op: str, expected: str, given: str) -> NoReturn:
+    """Called, not traced: Dynamo wraps what traced Python raises."""
+    _checks.fail(op, "cu_seqlens_cpu", expected, given)
 
 
 def check_tensors(
@@ -227,6 +231,7 @@ def check_tensors(
     headwise_beta: bool = False,
 ) -> None:
     """Dtypes, devices and shapes, for the chunk and the recurrent operator."""
+    _checks.check_given(op, q=q, k=k, v=v, g=g, beta=beta)
     _checks.check_float(op, q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
     _checks.check_same_device(
         op,
@@ -364,6 +369,11 @@ def reference_backward(x: Backward, scan: reference.Scan = reference.loop_scan) 
     """`chunk_kda_backward` in PyTorch operators."""
     with torch.autocast(x.q.device.type, enabled=False):
         grads = reference.chunk_backward(*x[:12], **flags(x), scan=scan)
+    return cast_gradients(x, grads)
+
+
+def cast_gradients(x: Backward, grads: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of `chunk_kda_backward` from gradients by name, in shape and dtype of what they belong to."""
     inputs = {
         "dq": x.q,
         "dk": x.k,
@@ -374,7 +384,10 @@ def reference_backward(x: Backward, scan: reference.Scan = reference.loop_scan) 
         "ddt_bias": x.dt_bias,
         "dh0": x.initial_state,
     }
-    return tuple(absent(x.q) if i is None else grads[name].reshape(i.shape).to(i.dtype) for name, i in inputs.items())
+    return tuple(
+        absent(x.q) if i is None else grads[name].reshape(i.shape).to(i.dtype).contiguous()
+        for name, i in inputs.items()
+    )
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

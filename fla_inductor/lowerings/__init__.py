@@ -8,10 +8,11 @@ import functools
 @functools.cache
 def register() -> None:
     """Register all lowerings and decompositions, and make the package part of Inductor's cache key."""
-    from fla_inductor.lowerings import chunk_scan, kda, kda_cpu
+    from fla_inductor.lowerings import chunk_scan, kda, kda_cpu, kda_steps
     from fla_inductor.passes import cache_key
 
     chunk_scan.register()
+    kda_steps.register()
     kda_cpu.register()
     kda.register()
     cache_key.install()

@@ -36,25 +36,8 @@ class _Call:
         self.N = x.cu_seqlens.get_size()[0] - 1 if self.varlen else self.B
         self.device = q.get_device()
         heads = [common.static(s) for s in (*q.get_size()[2:], *v.get_size()[2:])]
-        self.problem: KdaProblem = make_problem(
-            q_shape=(0, 0, heads[0], heads[1]),
-            v_shape=(0, 0, heads[2], heads[3]),
-            dtypes=(q.get_dtype(), x.k.get_dtype(), v.get_dtype()),
-            scale=x.scale,
-            chunk_size=chunk_size,
-            varlen=self.varlen,
-            use_gate=x.use_gate_in_kernel,
-            lower_bound=x.lower_bound,
-            has_A=x.A_log is not None,
-            has_bias=x.dt_bias is not None,
-            norm=x.use_qk_l2norm_in_kernel,
-            sigmoid=x.use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=x.allow_neg_eigval,
-            v_first=x.state_v_first,
-            has_h0=x.initial_state is not None,
-            has_ht=has_ht,
-            device=self.device,
-        )
+        dtypes = (q.get_dtype(), x.k.get_dtype(), v.get_dtype())
+        self.problem: KdaProblem = make_problem(x, heads, dtypes, self.device, chunk_size, has_ht)
         chunks = common.ceil_div(self.T, chunk_size)
         self.slots = chunks + self.N if self.varlen else self.B * chunks
         self.walks = self.N + 1 if self.varlen else self.B

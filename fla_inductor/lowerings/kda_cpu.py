@@ -1,6 +1,7 @@
-"""KDA on the CPU: the operators decompose to aten, which Inductor's C++ backend fuses.
+"""KDA on the CPU: gates, norms and sigmoids decompose to aten, which Inductor's C++ backend fuses.
 
-The one sequential piece, the recurrence over chunks, stays an operator with a C++ kernel of its own (`chunk_scan`).
+The recurrence is what remains, forward and backward one C++ kernel each (`kda_steps`). Only the states between chunks,
+for those who ask for them, come from the chunk form; its own sequential piece is a C++ kernel too (`chunk_scan`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._inductor import decomposition
 
 from fla_inductor.custom_ops import kda, recurrent_kda
+from fla_inductor.reference import kda as reference
 
 ops = torch.ops.fla_inductor
 
@@ -25,23 +27,36 @@ def _decomposes(q: Tensor) -> bool:
     return DECOMPOSE and (q.device.type == "cpu" or empty)
 
 
+def _forward(x: kda.Forward | recurrent_kda.Recurrent, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    with torch.autocast(x.q.device.type, enabled=False):
+        o, final_state = reference.token_forward(*x[:9], **_flags(x), walk=ops._kda_steps)
+    return o.to(dtype), final_state if x.output_final_state else kda.absent(x.q, torch.float32)
+
+
+def _flags(x: Any) -> dict[str, Any]:
+    return {name: getattr(x, name) for name in ("scale", "state_v_first", *reference.Flags._fields)}
+
+
 def _chunk_kda(*args: Any) -> Any:
     x = kda.Forward(*args)
-    return kda.reference_forward(x, ops._chunk_scan) if _decomposes(x.q) else NotImplemented
+    if not _decomposes(x.q):
+        return NotImplemented
+    states = kda.reference_forward(x, ops._chunk_scan)[2] if x.save_states else kda.absent(x.q, kda.work_dtype(x))
+    return *_forward(x, x.q.dtype), states
 
 
 def _chunk_kda_backward(*args: Any) -> Any:
     x = kda.Backward(*args)
-    return kda.reference_backward(x, ops._chunk_scan) if _decomposes(x.q) else NotImplemented
+    if not _decomposes(x.q):
+        return NotImplemented
+    with torch.autocast(x.q.device.type, enabled=False):
+        grads = reference.token_backward(*x[:11], **_flags(x), walk=ops._kda_steps_backward)
+    return kda.cast_gradients(x, grads)
 
 
 def _fused_recurrent_kda(*args: Any) -> Any:
     x = recurrent_kda.Recurrent(*args)
-    if not _decomposes(x.q):
-        return NotImplemented
-    if x.cu_seqlens is None and isinstance(x.q.shape[1], int) and x.q.shape[1] == 1:
-        return recurrent_kda.by_tokens(x)
-    return recurrent_kda.by_chunks(x, ops._chunk_scan)
+    return _forward(x, x.v.dtype) if _decomposes(x.q) else NotImplemented
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,20 +82,105 @@ def gate_backward(
     return dx, dA, None if dt_bias is None else dx.sum(tokens)
 
 
+def _expand_heads(x: Tensor, HV: int) -> Tensor:
+    B, T, H, K = x.shape
+    return x[:, :, :, None].expand(B, T, H, HV // H, K).reshape(B, T, HV, K)
+
+
+def _reduce_heads(x: Tensor, H: int) -> Tensor:
+    B, T, HV, K = x.shape
+    return x if HV == H else x.view(B, T, H, HV // H, K).sum(3)
+
+
+def _no_tail(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Zeros the tokens that belong to no sequence, whatever they hold."""
+    if cu_seqlens is None:
+        return x
+    real = torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1]
+    return torch.where(real.view(1, -1, *[1] * (x.dim() - 2)), x, 0)
+
+
+class Flags(NamedTuple):
+    """What happens to raw inputs."""
+
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    lower_bound: float | None = None
+
+
+class Inputs(NamedTuple):
+    """Inputs by token in the dtype of the computation: activated, and raw for the backward."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    """natural-log decay, at least MIN_LOG_DECAY"""
+    beta: Tensor
+    """[B, T, HV, 1 or V]"""
+    raw: dict[str, Tensor]
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    flags: Flags
+
+
+def activate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    flags: Flags,
+) -> Inputs:
+    dtype = compute_dtype(q, k, v, g, beta)
+    raw = {n: _no_tail(x.to(dtype), cu_seqlens) for n, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+    q, k, v, g, beta = raw.values()
+    if flags.use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    if flags.use_gate_in_kernel:
+        g = gate(g, A_log, dt_bias, flags.lower_bound)
+    if flags.use_beta_sigmoid_in_kernel:
+        beta = torch.sigmoid(beta) * (2.0 if flags.allow_neg_eigval else 1.0)
+    beta = beta if beta.dim() == 4 else beta[..., None]
+    return Inputs(q, k, v, g.clamp(min=MIN_LOG_DECAY), beta, raw, A_log, dt_bias, flags)
+
+
+def activate_backward(
+    x: Inputs, dq: Tensor, dk: Tensor, dv: Tensor, dg: Tensor, dbeta: Tensor, dh0: Tensor
+) -> dict[str, Tensor]:
+    """Gradients of the raw inputs by name; dq and dk come for each value head."""
+    q, k, g, beta = (x.raw[n] for n in ("q", "k", "g", "beta"))
+    dq, dk = _reduce_heads(dq, q.shape[2]), _reduce_heads(dk, q.shape[2])
+    if x.flags.use_qk_l2norm_in_kernel:
+        dq, dk = l2norm_backward(dq, q), l2norm_backward(dk, k)
+    # a decay at the floor is a full reset
+    dg = torch.where(x.g > MIN_LOG_DECAY, dg, 0)
+    parameters = {}
+    if x.flags.use_gate_in_kernel:
+        dg, dA, dbias = gate_backward(dg, x.g, g, x.A_log, x.dt_bias, x.flags.lower_bound)
+        parameters = {n: d for n, d in (("dA_log", dA), ("ddt_bias", dbias)) if d is not None}
+    if x.flags.use_beta_sigmoid_in_kernel:
+        dbeta = dbeta * x.beta * (1 - torch.sigmoid(beta).view(x.beta.shape))
+    return {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta.view(beta.shape), "dh0": dh0, **parameters}
+
+
 # The definition
 
 
-def _steps(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The recurrence over dim 1 of activated inputs, from `state` [B, HV, K, V]; beta is [B, T, HV, 1 or V]."""
+def _walk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence over dim 1, from `state` [B, HV, K, V]; q and k have HV heads, q holds the scale."""
     outputs = []
     for t in range(q.shape[1]):
         kt, qt = k[:, t, :, None, :], q[:, t, :, None, :]
-        state = state * g[:, t].exp()[..., None]
+        state = state * decay[:, t, :, :, None]
         error = v[:, t, :, None, :] - kt @ state
         state = state + kt.transpose(-1, -2) * (beta[:, t, :, None, :] * error)
-        outputs.append(scale * (qt @ state).squeeze(-2))
+        outputs.append((qt @ state).squeeze(-2))
     return (torch.stack(outputs, 1) if outputs else v), state
 
 
@@ -124,9 +209,12 @@ def recurrent(
     Reads the contents of `cu_seqlens`. Tokens after cu_seqlens[-1] belong to no sequence and are not read.
     """
     dtype = compute_dtype(q, k, v, g, beta)
-    B, T, H, K = q.shape
+    B, T, _, K = q.shape
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
+    flags = Flags(
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound
+    )
     offsets = None if cu_seqlens is None else cu_seqlens.tolist()
     N = B if offsets is None else len(offsets) - 1
     if initial_state is None:
@@ -135,16 +223,10 @@ def recurrent(
         state = initial_state.to(dtype)
         state = state.transpose(-1, -2) if state_v_first else state
 
+    # activated here, so that tokens of no sequence are never read
     def run(rows: slice, S: Tensor) -> tuple[Tensor, Tensor]:
-        qs, ks, vs, gs, bs = (x[:, rows].to(dtype) for x in (q, k, v, g, beta))
-        if use_qk_l2norm_in_kernel:
-            qs, ks = l2norm(qs), l2norm(ks)
-        if use_gate_in_kernel:
-            gs = gate(gs, A_log, dt_bias, lower_bound)
-        if use_beta_sigmoid_in_kernel:
-            bs = torch.sigmoid(bs) * (2.0 if allow_neg_eigval else 1.0)
-        qs, ks = qs.repeat_interleave(HV // H, 2), ks.repeat_interleave(HV // H, 2)
-        return _steps(qs, ks, vs, gs, bs if bs.dim() == 4 else bs[..., None], S, scale)
+        x = activate(q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], A_log, dt_bias, None, flags)
+        return _walk(_expand_heads(scale * x.q, HV), _expand_heads(x.k, HV), x.v, x.g.exp(), x.beta, S)
 
     if offsets is None:
         o, state = run(slice(0, T), state)
@@ -156,6 +238,128 @@ def recurrent(
     if state_v_first:
         state = state.transpose(-1, -2)
     return o, state.contiguous() if output_final_state else None
+
+
+# The recurrence as forward and backward of its own
+
+
+def _parts(x: Tensor, cu_seqlens: Tensor | None) -> list[tuple[slice, slice]]:
+    """(states, tokens) of what the recurrence walks at a time."""
+    if cu_seqlens is None:
+        return [(slice(None), slice(0, x.shape[1]))]
+    return [(slice(n, n + 1), slice(a, b)) for n, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist()))]
+
+
+def steps(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, init: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(o, final state) of activated inputs: q holds the scale, decay is a factor, beta is [B, T, HV, 1 or V]."""
+    HV = v.shape[2]
+    o, final = v.new_zeros(v.shape), init.new_empty(init.shape)
+    for n, t in _parts(v, cu_seqlens):
+        of_part = (_expand_heads(q[:, t], HV), _expand_heads(k[:, t], HV), v[:, t], decay[:, t], beta[:, t])
+        o[:, t], final[n] = _walk(*of_part, init[n])
+    return o, final
+
+
+def steps_backward(
+    do: Tensor,
+    dht: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    init: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q and k (for each value head), v, the logarithm of decay, beta and init."""
+    HV = v.shape[2]
+    q, k = _expand_heads(q, HV)[..., None], _expand_heads(k, HV)[..., None]
+    v, decay, beta, do = v[..., None, :], decay[..., None], beta[..., None, :], do[..., None, :]
+    dq, dk, dv, dg, dbeta = (x.new_zeros(x.shape) for x in (q, k, v, decay, beta))
+    dinit = init.new_empty(init.shape)
+    for n, rows in _parts(v, cu_seqlens):
+        S, tokens = init[n], range(rows.start, rows.stop)
+        saved = []
+        for t in tokens:
+            S = decay[:, t] * S
+            error = v[:, t] - k[:, t].mT @ S
+            saved.append((S, error))
+            S = S + k[:, t] * (beta[:, t] * error)
+        dS = dht[n]
+        for t in reversed(tokens):
+            S, error = saved.pop()
+            e = beta[:, t] * error
+            dS = dS + q[:, t] * do[:, t]
+            de = k[:, t].mT @ dS
+            dv[:, t], by_column = beta[:, t] * de, de * error
+            dbeta[:, t] = by_column if beta.shape[-1] > 1 else by_column.sum(-1, keepdim=True)
+            dq[:, t] = (S + k[:, t] * e) @ do[:, t].mT
+            dk[:, t] = dS @ e.mT - S @ dv[:, t].mT
+            dS = dS - k[:, t] * dv[:, t]
+            dg[:, t] = (S * dS).sum(-1, keepdim=True)
+            dS = decay[:, t] * dS
+        dinit[n] = dS
+    return dq.squeeze(-1), dk.squeeze(-1), dv.squeeze(-2), dg.squeeze(-1), dbeta.squeeze(-2), dinit
+
+
+def token_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    scale: float,
+    state_v_first: bool = False,
+    walk: Callable[..., tuple[Tensor, Tensor]] = steps,
+    **flags: Any,
+) -> tuple[Tensor, Tensor]:
+    """(o, final_state) of raw inputs in the dtype of the computation; `walk` is `steps`, or faster."""
+    x = activate(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, Flags(**flags))
+    init = _state(initial_state, x, cu_seqlens, state_v_first)
+    o, final = walk(scale * x.q, x.k, x.v, x.g.exp(), x.beta, init, cu_seqlens)
+    return o, final.transpose(-1, -2).contiguous() if state_v_first else final
+
+
+def token_backward(
+    do: Tensor | None,
+    dht: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    scale: float,
+    state_v_first: bool = False,
+    walk: Callable[..., tuple[Tensor, ...]] = steps_backward,
+    **flags: Any,
+) -> dict[str, Tensor]:
+    """Gradients by argument name, in the dtype of the computation; `walk` is `steps_backward`, or faster."""
+    x = activate(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, Flags(**flags))
+    init, dht = (_state(S, x, cu_seqlens, state_v_first) for S in (initial_state, dht))
+    do = x.v.new_zeros(x.v.shape) if do is None else do.to(x.v.dtype)
+    dq, dk, dv, dg, dbeta, dh0 = walk(do, dht, scale * x.q, x.k, x.v, x.g.exp(), x.beta, init, cu_seqlens)
+    dh0 = dh0.transpose(-1, -2).contiguous() if state_v_first else dh0
+    return activate_backward(x, scale * dq, dk, dv, dg, dbeta, dh0)
+
+
+def _state(state: Tensor | None, x: Inputs, cu_seqlens: Tensor | None, v_first: bool) -> Tensor:
+    """[N, HV, K, V] in the dtype of the computation, zeros if not given."""
+    if state is None:
+        N = x.v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return x.v.new_zeros((N, x.v.shape[2], x.k.shape[3], x.v.shape[3]))
+    return (state.transpose(-1, -2) if v_first else state).to(x.v.dtype)
 
 
 # Where the chunks are
@@ -184,12 +388,6 @@ class Layout(NamedTuple):
     first: Tensor | None = None
     """packed: first slot of each sequence and of the tail, [N + 1]"""
 
-    def real(self, x: Tensor) -> Tensor:
-        """Zeros the tokens that belong to no sequence, whatever they hold."""
-        if self.places is None:
-            return x
-        return torch.where(self.places[1].view(1, self.T, *[1] * (x.dim() - 2)), x, 0)
-
     def chunks(self, x: Tensor) -> Tensor:
         D = x.shape[-1]
         if self.rows is None:
@@ -200,6 +398,12 @@ class Layout(NamedTuple):
         x = torch.where(real[:, None, None], x[0].index_select(0, token), 0)
         return x.view(self.NC, self.C, self.HV, D).permute(2, 0, 1, 3).contiguous()
 
+    def inputs(self, x: Inputs) -> tuple[Tensor, ...]:
+        """q, k, v, decay and beta by chunk; a row without a token decays nothing and writes nothing."""
+        heads = (_expand_heads(x.q, self.HV), _expand_heads(x.k, self.HV), x.v, x.g, x.beta)
+        q, k, v, g, beta = (self.chunks(t) for t in heads)
+        return q, k, v, g.exp(), beta
+
     def tokens(self, x: Tensor) -> Tensor:
         D = x.shape[-1]
         if self.places is None:
@@ -209,31 +413,25 @@ class Layout(NamedTuple):
         x = x.permute(1, 2, 0, 3).reshape(self.NC * self.C, self.HV, D).index_select(0, row)
         return torch.where(real[:, None, None], x, 0)[None]
 
-    def initial(self, state: Tensor | None, like: Tensor, K: int, V: int, v_first: bool) -> Tensor:
+    def initial(self, state: Tensor) -> Tensor:
         """States [N, HV, K, V] as rows [P, R, K, V] that `restart` points into; the tail starts from zero."""
-        packed = self.first is not None
-        if state is None:
-            rows = like.new_zeros((self.B * self.HV, 1, K, V))
-            return rows.expand(-1, self.first.shape[0], -1, -1) if self.first is not None else rows
-        state = (state.transpose(-1, -2) if v_first else state).to(like.dtype)
-        if not packed:
+        K, V = state.shape[2:]
+        if self.first is None:
             return state.reshape(self.B * self.HV, 1, K, V)
-        return torch.cat([state.transpose(0, 1), like.new_zeros((self.HV, 1, K, V))], 1)
+        return torch.cat([state.transpose(0, 1), state.new_zeros((self.HV, 1, K, V))], 1)
 
-    def final(self, after: Tensor, reverse: bool, v_first: bool) -> Tensor:
+    def final(self, leaving: Tensor, reverse: bool) -> Tensor:
         """[N, HV, K, V]: the state after the last chunk that a walk over each sequence visits."""
         if self.first is None:
-            state = after[:, 0 if reverse else -1].view(self.B, self.HV, *after.shape[-2:])
-        else:
-            slots = self.first[:-1] if reverse else self.first[1:] - 1
-            state = after.index_select(1, slots).transpose(0, 1)
-        return (state.transpose(-1, -2) if v_first else state).contiguous()
+            return leaving[:, 0 if reverse else -1].view(self.B, self.HV, *leaving.shape[-2:]).contiguous()
+        slots = self.first[:-1] if reverse else self.first[1:] - 1
+        return leaving.index_select(1, slots).transpose(0, 1).contiguous()
 
-    def before(self, after: Tensor, initial: Tensor, reverse: bool) -> Tensor:
-        """What enters each chunk, from what leaves it; zero in packed slots that hold no chunk."""
+    def entering(self, leaving: Tensor, initial: Tensor, reverse: bool) -> Tensor:
+        """The state that enters each chunk, from those that leave; zero in packed slots that hold no chunk."""
         restart = self.restart_reverse if reverse else self.restart
-        zero = torch.zeros_like(after[:, :1])
-        shifted = torch.cat([after[:, 1:], zero] if reverse else [zero, after[:, :-1]], 1)
+        zero = torch.zeros_like(leaving[:, :1])
+        shifted = torch.cat([leaving[:, 1:], zero] if reverse else [zero, leaving[:, :-1]], 1)
         fresh = restart.view(1, -1, 1, 1)
         shifted = torch.where(fresh >= 0, initial.index_select(1, restart.clamp(min=0)), shifted)
         if self.rows is None:
@@ -327,57 +525,53 @@ def _join(first: Tensor, corner: Tensor, second: Tensor) -> Tensor:
 
 
 class Tiles(NamedTuple):
-    """Products of one chunk. With G the running sum of g inside the chunk and e(i, j) = exp(G_i - G_j):
+    """Products of one chunk. With e(i, j) the decay of rows j + 1 ... i, for each channel:
 
     P_ij = sum_d q_id k_jd e_d(i, j) for j <= i;  M_ij = sum_d k_id k_jd e_d(i, j) for j < i;
     A = (I + Diag(beta) M)^-1.
     """
 
     P: Tensor
-    M: Tensor | None
+    M: Tensor
     A: Tensor
-    prefix: Tensor
-    """G, inclusive [..., C, K]"""
-    suffix: Tensor
-    """G_C - G, summed from the end so that no digits cancel"""
+    before: Tensor
+    """decay from the start of the chunk up to each row [..., C, K]"""
+    after: Tensor
+    """decay from each row to the end of the chunk"""
     total: Tensor
+    """decay of the whole chunk [..., K]"""
     factors: list[tuple[Tensor, Tensor]]
     """per level, the decay of rows and of columns"""
 
 
-def make_tiles(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, keep_m: bool) -> Tiles:
+def make_tiles(q: Tensor, k: Tensor, decay: Tensor, beta: Tensor) -> Tiles:
     """Builds P, M, A by doubling: blocks of h rows from 1 up to the chunk.
 
     A pair (i, j) meets in the one level where j is in the first and i in the second half of a block of 2 h rows. There
-    e(i, j) factors at the boundary between the halves into exp(sum of g from the boundary to i) and exp(sum of g after
-    j up to the boundary). Both exponents are sums of decays, hence never positive, and neither sees a gate after i.
+    e(i, j) is the decay from the boundary between the halves to i times the decay from j to the boundary: products of
+    decays, which see no gate after i. Quotients, or differences of summed gates, would lose the digits of slow rows
+    after a fast one.
     """
     C = q.shape[-2]
-    prefix, suffix, total = g[..., None, :], torch.zeros_like(g)[..., None, :], g[..., None, :]
+    before, after, total = decay[..., None, :], torch.ones_like(decay)[..., None, :], decay[..., None, :]
     P = (q * k).sum(-1)[..., None, None]
     M, A = torch.zeros_like(P), torch.ones_like(P)
     factors = []
     h = 1
     while h < C:
-        (pre_a, pre_b), (suf_a, suf_b), (tot_a, tot_b) = _split(prefix), _split(suffix), _split(total)
-        row, col = pre_b.exp(), suf_a.exp()
+        (before_a, row), (col, after_b), (total_a, total_b) = _split(before), _split(after), _split(total)
         factors.append((row, col))
         (_, q_b), (k_a, k_b), (_, beta_b) = _halves(q, h), _halves(k, h), _halves(beta, h)
-        block = torch.cat([q_b * row, k_b * row], -2) @ (k_a * col).transpose(-1, -2)
-        p, m = block.split(h, -2)
-        (P_a, P_b), (A_a, A_b) = _split(P), _split(A)
-        P = _join(P_a, p, P_b)
+        p, m = (torch.cat([q_b * row, k_b * row], -2) @ (k_a * col).mT).split(h, -2)
+        (P_a, P_b), (M_a, M_b), (A_a, A_b) = _split(P), _split(M), _split(A)
+        P, M = _join(P_a, p, P_b), _join(M_a, m, M_b)
         A = _join(A_a, -(A_b @ (beta_b * m) @ A_a), A_b)
-        if keep_m:
-            M_a, M_b = _split(M)
-            M = _join(M_a, m, M_b)
-        prefix = torch.cat([pre_a, pre_b + tot_a], -2)
-        suffix = torch.cat([suf_a + tot_b, suf_b], -2)
-        total = tot_a + tot_b
+        before = torch.cat([before_a, row * total_a], -2)
+        after = torch.cat([col * total_b, after_b], -2)
+        total = total_a * total_b
         h *= 2
-    flat = [x.squeeze(-3) for x in (P, A, prefix, suffix)]
-    total = total.squeeze(-2).squeeze(-2)
-    return Tiles(flat[0], M.squeeze(-3) if keep_m else None, flat[1], flat[2], flat[3], total, factors)
+    P, M, A, before, after, total = (x.squeeze(-3) for x in (P, M, A, before, after, total))
+    return Tiles(P, M, A, before, after, total.squeeze(-2), factors)
 
 
 def _corners(x: Tensor, h: int) -> Tensor:
@@ -391,120 +585,46 @@ def tiles_backward(
     dM: Tensor,
     q: Tensor,
     k: Tensor,
-    factors: list[tuple[Tensor, Tensor]],
+    tiles: Tiles,
     dq: Tensor,
     dk: Tensor,
-    dprefix: Tensor,
-    dsuffix: Tensor,
+    dbefore: Tensor,
+    dafter: Tensor,
     dtotal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Adjoint of P, M and the three sums of g, from the chunk down to single rows: adds to dq and dk, and gives dg.
+    """Adjoint of P, M, before, after and total, from the chunk down to single rows: adds to dq and dk, and gives dg.
 
-    An exponent's gradient is x dx of the operand that carries it. Following the sums back down instead of forming
-    G's gradient keeps the digits of a fast channel's dg: nothing is added here to be subtracted there.
+    Gradients of decays are those of their logarithms: x dx for an operand x that carries the decay. Following
+    the products back down keeps the digits of a fast channel's dg: nothing is added here to be subtracted there.
     """
     diagonal = torch.diagonal(dP, dim1=-2, dim2=-1)[..., None]
     dq, dk = (dq + diagonal * k)[..., None, :, :], (dk + diagonal * q)[..., None, :, :]
-    dprefix, dsuffix, dtotal = dprefix[..., None, :, :], dsuffix[..., None, :, :], dtotal[..., None, None, :]
+    dbefore, dafter, dtotal = dbefore[..., None, :, :], dafter[..., None, :, :], dtotal[..., None, None, :]
     h = q.shape[-2] // 2
-    for row, col in reversed(factors):
+    for row, col in reversed(tiles.factors):
         (_, q_b), (k_a, k_b) = _halves(q, h), _halves(k, h)
         corner = torch.cat([_corners(dP, h), _corners(dM, h)], -2)
-        of_rows = corner @ (k_a * col)
-        q_row, k_row = row * of_rows[..., :h, :], row * of_rows[..., h:, :]
-        k_col = col * (corner.transpose(-1, -2) @ torch.cat([q_b * row, k_b * row], -2))
+        q_row, k_row = (corner @ (k_a * col)).split(h, -2)
+        q_row, k_row = row * q_row, row * k_row
+        k_col = col * (corner.mT @ torch.cat([q_b * row, k_b * row], -2))
         (dq_a, dq_b), (dk_a, dk_b) = dq.split(h, -2), dk.split(h, -2)
-        (pre_a, pre_b), (suf_a, suf_b) = dprefix.split(h, -2), dsuffix.split(h, -2)
-        dtotal = _merge(dtotal + pre_b.sum(-2, keepdim=True), dtotal + suf_a.sum(-2, keepdim=True))
+        (before_a, before_b), (after_a, after_b) = dbefore.split(h, -2), dafter.split(h, -2)
+        dtotal = _merge(dtotal + before_b.sum(-2, keepdim=True), dtotal + after_a.sum(-2, keepdim=True))
         dq, dk = _merge(dq_a, dq_b + q_row), _merge(dk_a + k_col, dk_b + k_row)
-        dprefix = _merge(pre_a, pre_b + q_b * q_row + k_b * k_row)
-        dsuffix = _merge(suf_a + k_a * k_col, suf_b)
+        dbefore = _merge(before_a, before_b + q_b * q_row + k_b * k_row)
+        dafter = _merge(after_a + k_a * k_col, after_b)
         h //= 2
-    return dq.squeeze(-2), dk.squeeze(-2), (dprefix + dtotal).squeeze(-2)
+    return dq.squeeze(-2), dk.squeeze(-2), (dbefore + dtotal).squeeze(-2)
 
 
 # The chunk form
 
 
-class Inputs(NamedTuple):
-    """Activated inputs, by token and by chunk, and the recurrent state that enters each sequence."""
-
-    layout: Layout
-    raw: tuple[Tensor, Tensor, Tensor, Tensor]
-    """q, k, g, beta before activation, in the dtype of the computation"""
-    decay: Tensor
-    """g after activation, by token"""
-    rate: Tensor
-    """beta after activation, by token"""
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-
-
-def _expand_heads(x: Tensor, HV: int) -> Tensor:
-    B, T, H, K = x.shape
-    return x[:, :, :, None].expand(B, T, H, HV // H, K).reshape(B, T, HV, K)
-
-
-def _reduce_heads(x: Tensor, H: int) -> Tensor:
-    B, T, HV, K = x.shape
-    return x if HV == H else x.view(B, T, H, HV // H, K).sum(3)
-
-
-def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    lower_bound: float | None,
-    chunk_size: int,
-) -> Inputs:
-    HV = v.shape[2]
-    layout = make_layout(q, HV, chunk_size, cu_seqlens)
-    dtype = compute_dtype(q, k, v, g, beta)
-    q, k, v, g, beta = (layout.real(x.to(dtype)) for x in (q, k, v, g, beta))
-    raw = (q, k, g, beta)
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
-    if use_gate_in_kernel:
-        g = gate(g, A_log, dt_bias, lower_bound)
-    g = g.clamp(min=MIN_LOG_DECAY)
-    if use_beta_sigmoid_in_kernel:
-        beta = torch.sigmoid(beta) * (2.0 if allow_neg_eigval else 1.0)
-    by_chunk = [layout.chunks(x) for x in (_expand_heads(q, HV), _expand_heads(k, HV), v, g, beta[..., None])]
-    return Inputs(layout, raw, g, beta, *by_chunk)
-
-
-def _no_tokens(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    v_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _no_tokens(x: Inputs, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """T = 0: no output, the state passes through."""
-    dtype = compute_dtype(q, k, v, g, beta)
-    HV, K, V = v.shape[2], k.shape[-1], v.shape[-1]
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if state is None:
-        final = v.new_zeros((sequences, HV, V, K) if v_first else (sequences, HV, K, V), dtype=dtype)
-    else:
-        final = state.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    slots = 0 if cu_seqlens is None else sequences
-    return v.new_zeros(v.shape, dtype=dtype), final, v.new_zeros((q.shape[0], slots, HV, V, K), dtype=dtype)
+    (B, _, HV, V), K = x.v.shape, x.k.shape[3]
+    slots = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.v.new_zeros(x.v.shape), state.clone(), x.v.new_zeros((B, slots, HV, V, K))
 
 
 def chunk_forward(
@@ -519,44 +639,28 @@ def chunk_forward(
     cu_seqlens: Tensor | None = None,
     *,
     scale: float,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    lower_bound: float | None = None,
     state_v_first: bool = False,
     chunk_size: int = 64,
     scan: Scan = loop_scan,
+    **flags: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o, final_state, states [B, NC, HV, V, K] that enter each chunk), all in the dtype of the computation."""
-    K, V = k.shape[-1], v.shape[-1]
+    x = activate(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, Flags(**flags))
+    init = _state(initial_state, x, cu_seqlens, state_v_first)
     if q.shape[1] == 0:
-        return _no_tokens(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
-    x = _prepare(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        use_qk_l2norm_in_kernel,
-        use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        lower_bound,
-        chunk_size,
-    )
-    start = x.layout.initial(initial_state, x.q, K, V, state_v_first)
-    tiles = make_tiles(x.q, x.k, x.g, x.beta, keep_m=False)
-    decayed = tiles.prefix.exp()
-    W, U = (tiles.A @ (x.beta * torch.cat([x.k * decayed, x.v], -1))).split([K, V], -1)
-    k_end = x.k * tiles.suffix.exp()
-    after = scan(tiles.total.exp(), k_end, W, k_end.transpose(-1, -2) @ U, start, x.layout.restart, False)
-    S = x.layout.before(after, start, False)
-    o = scale * ((x.q * decayed) @ S + tiles.P @ (U - W @ S))
-    return x.layout.tokens(o), x.layout.final(after, False, state_v_first), x.layout.pack_states(S)
+        o, final, states = _no_tokens(x, init, cu_seqlens)
+    else:
+        layout = make_layout(q, v.shape[2], chunk_size, cu_seqlens)
+        qc, kc, vc, decay, rate = layout.inputs(x)
+        start = layout.initial(init)
+        tiles = make_tiles(qc, kc, decay, rate)
+        W, U = (tiles.A @ (rate * torch.cat([kc * tiles.before, vc], -1))).split([k.shape[3], v.shape[3]], -1)
+        k_end = kc * tiles.after
+        ends = scan(tiles.total, k_end, W, k_end.mT @ U, start, layout.restart, False)
+        S = layout.entering(ends, start, False)
+        o = layout.tokens(scale * ((qc * tiles.before) @ S + tiles.P @ (U - W @ S)))
+        final, states = layout.final(ends, False), layout.pack_states(S)
+    return o, final.transpose(-1, -2).contiguous() if state_v_first else final, states
 
 
 def chunk_backward(
@@ -574,119 +678,68 @@ def chunk_backward(
     states: Tensor | None = None,
     *,
     scale: float,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    lower_bound: float | None = None,
     state_v_first: bool = False,
     chunk_size: int = 64,
     scan: Scan = loop_scan,
+    **flags: Any,
 ) -> dict[str, Tensor]:
     """Gradients by argument name, in the dtype of the computation; `states` of the forward are built again if None."""
-    K, V = k.shape[-1], v.shape[-1]
+    x = activate(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, Flags(**flags))
+    dht = _state(dht, x, cu_seqlens, state_v_first)
     if q.shape[1] == 0:
-        _, dh0, _ = _no_tokens(q, k, v, g, beta, dht, cu_seqlens, state_v_first)
-        pairs = {"dq": q, "dk": k, "dv": v, "dg": g, "dbeta": beta, "dA_log": A_log, "ddt_bias": dt_bias}
-        return {name: torch.zeros_like(x, dtype=dh0.dtype) for name, x in pairs.items() if x is not None} | {"dh0": dh0}
-    x = _prepare(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        use_qk_l2norm_in_kernel,
-        use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        lower_bound,
-        chunk_size,
-    )
-    layout = x.layout
-    tiles = make_tiles(x.q, x.k, x.g, x.beta, keep_m=True)
-    decayed, to_end, gamma = tiles.prefix.exp(), tiles.suffix.exp(), tiles.total.exp()
-    q_hat, k_hat, k_end = x.q * decayed * scale, x.k * decayed, x.k * to_end
-    W = tiles.A @ (x.beta * k_hat)
-    P = scale * tiles.P
-
-    if states is None:
-        start = layout.initial(initial_state, x.q, K, V, state_v_first)
-        U = tiles.A @ (x.beta * x.v)
-        S = layout.before(
-            scan(gamma, k_end, W, k_end.transpose(-1, -2) @ U, start, layout.restart, False), start, False
-        )
+        heads = x.g.shape
+        dq, dk, dv, dg, dbeta = (x.v.new_zeros(s) for s in (heads, heads, x.v.shape, heads, x.beta.shape))
+        dh0 = dht.clone()
     else:
-        S = layout.unpack_states(states.to(x.q.dtype))
-    dO = torch.zeros_like(x.v) if do is None else layout.chunks(do.to(x.q.dtype))
-    end = layout.initial(dht, x.q, K, V, state_v_first)
-    PdO = P.transpose(-1, -2) @ dO
-    z = q_hat.transpose(-1, -2) @ dO - W.transpose(-1, -2) @ PdO
-    dS = scan(gamma, W, k_end, z, end, layout.restart_reverse, True)
-    dS_end = layout.before(dS, end, True)
-
-    error = x.v - k_hat @ S
-    new = tiles.A @ (x.beta * error)
-    Y = tiles.A.transpose(-1, -2) @ (PdO + k_end @ dS_end)
-    dv = x.beta * Y
-    dP = scale * (dO @ new.transpose(-1, -2)).tril()
-    dL = -(Y @ new.transpose(-1, -2)).tril(-1)
-    assert tiles.M is not None
-    dbeta = (Y * error).sum(-1, keepdim=True) + (dL * tiles.M).sum(-1, keepdim=True)
-    dq_hat = decayed * (dO @ S.transpose(-1, -2)) * scale
-    dk_hat = -decayed * (dv @ S.transpose(-1, -2))
-    dk_end = to_end * (new @ dS_end.transpose(-1, -2))
-    dq, dk, dg = tiles_backward(
-        dP,
-        x.beta * dL,
-        x.q,
-        x.k,
-        tiles.factors,
-        dq_hat,
-        dk_hat + dk_end,
-        x.q * dq_hat + x.k * dk_hat,
-        x.k * dk_end,
-        gamma * (S * dS_end).sum(-1),
-    )
-    grads = {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta}
-    return _activations_backward(
-        x,
-        {name: layout.tokens(d) for name, d in grads.items()},
-        A_log,
-        dt_bias,
-        use_qk_l2norm_in_kernel,
-        use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        lower_bound,
-    ) | {"dh0": layout.final(dS, True, state_v_first)}
+        init = _state(initial_state, x, cu_seqlens, state_v_first) if states is None else None
+        dq, dk, dv, dg, dbeta, dh0 = _chunk_adjoint(do, dht, x, init, states, cu_seqlens, scale, chunk_size, scan)
+    dh0 = dh0.transpose(-1, -2).contiguous() if state_v_first else dh0
+    return activate_backward(x, dq, dk, dv, dg, dbeta, dh0)
 
 
-def _activations_backward(
+def _chunk_adjoint(
+    do: Tensor | None,
+    dht: Tensor,
     x: Inputs,
-    grads: dict[str, Tensor],
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    lower_bound: float | None,
-) -> dict[str, Tensor]:
-    q, k, g, beta = x.raw
-    dq, dk = (_reduce_heads(grads[name], q.shape[2]) for name in ("dq", "dk"))
-    if use_qk_l2norm_in_kernel:
-        dq, dk = l2norm_backward(dq, q), l2norm_backward(dk, k)
-    # a decay at the floor is a full reset
-    dg = torch.where(x.decay > MIN_LOG_DECAY, grads["dg"], 0)
-    out = {"dq": dq, "dk": dk, "dv": grads["dv"]}
-    if use_gate_in_kernel:
-        dg, dA, dbias = gate_backward(dg, x.decay, g, A_log, dt_bias, lower_bound)
-        out |= {name: d for name, d in (("dA_log", dA), ("ddt_bias", dbias)) if d is not None}
-    dbeta = grads["dbeta"].squeeze(-1)
-    if use_beta_sigmoid_in_kernel:
-        s = torch.sigmoid(beta)
-        dbeta = dbeta * x.rate * (1 - s)
-    return out | {"dg": dg, "dbeta": dbeta}
+    init: Tensor | None,
+    states: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    chunk_size: int,
+    scan: Scan,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of activated inputs, for each value head, from the initial or the saved states."""
+    layout = make_layout(x.q, x.v.shape[2], chunk_size, cu_seqlens)
+    q, k, v, decay, beta = layout.inputs(x)
+    tiles = make_tiles(q, k, decay, beta)
+    k_hat, k_end = k * tiles.before, k * tiles.after
+    W = tiles.A @ (beta * k_hat)
+    if init is not None:
+        start = layout.initial(init)
+        z = k_end.mT @ (tiles.A @ (beta * v))
+        S = layout.entering(scan(tiles.total, k_end, W, z, start, layout.restart, False), start, False)
+    else:
+        assert states is not None
+        S = layout.unpack_states(states.to(v.dtype))
+    do = torch.zeros_like(v) if do is None else scale * layout.chunks(do.to(v.dtype))
+    end = layout.initial(dht)
+    Pdo = tiles.P.mT @ do
+    z = (q * tiles.before).mT @ do - W.mT @ Pdo
+    dS_start = scan(tiles.total, W, k_end, z, end, layout.restart_reverse, True)
+    dS = layout.entering(dS_start, end, True)
+
+    error = v - k_hat @ S
+    new = tiles.A @ (beta * error)
+    Y = tiles.A.mT @ (Pdo + k_end @ dS)
+    dv = beta * Y
+    dL = -(Y @ new.mT).tril(-1)
+    dbeta = (Y * error).sum(-1, keepdim=True) + (dL * tiles.M).sum(-1, keepdim=True)
+    dq = tiles.before * (do @ S.mT)
+    dk = -tiles.before * (dv @ S.mT)
+    dk_end = tiles.after * (new @ dS.mT)
+    dtotal = tiles.total * (S * dS).sum(-1)
+    dq, dk, dg = tiles_backward(
+        (do @ new.mT).tril(), beta * dL, q, k, tiles, dq, dk + dk_end, q * dq + k * dk, k * dk_end, dtotal
+    )
+    dq, dk, dv, dg, dbeta = (layout.tokens(d) for d in (dq, dk, dv, dg, dbeta))
+    return dq, dk, dv, dg, dbeta, layout.final(dS_start, True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fla_inductor.custom_ops.kda import Backward, Forward
+from fla_inductor.custom_ops.recurrent_kda import Recurrent
 from fla_inductor.templates.render import OUTPUT, launch
 from fla_inductor.tuning.kda import KdaConfig, kda_config
 
@@ -217,48 +219,32 @@ class KdaProblem:
 
 
 def make_problem(
-    *,
-    q_shape: tuple[int, ...],
-    v_shape: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    scale: float,
-    chunk_size: int,
-    varlen: bool,
-    use_gate: bool,
-    lower_bound: float | None,
-    has_A: bool,
-    has_bias: bool,
-    norm: bool,
-    sigmoid: bool,
-    allow_neg_eigval: bool,
-    v_first: bool,
-    has_h0: bool,
-    has_ht: bool,
-    device: torch.device,
+    x: Any, heads: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device, chunk_size: int, has_ht: bool
 ) -> KdaProblem:
-    """The problem of a call whose q, k, v have these dtypes and (static) head sizes."""
+    """The problem of a call `x` (Forward, Backward or Recurrent) with `heads` H, K, HV, V and the dtypes of q, k, v."""
+    H, K, HV, V = heads
     work = "float32" if torch.float32 in dtypes else "bfloat16"
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return KdaProblem(
-        H=q_shape[2],
-        K=q_shape[3],
-        HV=v_shape[2],
-        V=v_shape[3],
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
         chunk_size=chunk_size,
-        scale=float(scale),
+        scale=float(x.scale),
         work_dtype=work,
-        varlen=varlen,
-        use_gate=use_gate,
-        lower_bound=lower_bound,
-        has_A=has_A,
-        has_bias=has_bias,
-        norm=norm,
-        sigmoid=sigmoid,
-        allow_neg_eigval=allow_neg_eigval,
-        v_first=v_first,
-        has_h0=has_h0,
+        varlen=x.cu_seqlens is not None,
+        use_gate=x.use_gate_in_kernel,
+        lower_bound=x.lower_bound,
+        has_A=x.A_log is not None,
+        has_bias=x.dt_bias is not None,
+        norm=x.use_qk_l2norm_in_kernel,
+        sigmoid=x.use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=x.allow_neg_eigval,
+        v_first=x.state_v_first,
+        has_h0=x.initial_state is not None,
         has_ht=has_ht,
-        config=kda_config(work, q_shape[3], capability),
+        config=kda_config(work, K, capability),
     )
 
 
@@ -279,19 +265,17 @@ def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
     return {name: x for name, x in tensors.items() if x is not None}
 
 
+def _launch(
+    name: str, constants: dict[str, Any], programs: int, tensors: dict[str, Tensor], out: Tensor, config: Any
+) -> None:
+    launch(name, constants, programs, {**tensors, OUTPUT: out}, config.num_warps, config.num_stages)
+
+
 def _prepare(p: KdaProblem, inputs: dict[str, Tensor], slots: int, store_m: bool) -> dict[str, Tensor]:
     device = inputs["q"].device
     tiles = _scratch(p.tile_shapes(store_m), slots, p.HV, device)
     tiles["RK"] = torch.empty((slots, p.HV, p.chunk_size), dtype=torch.float32, device=device)
-    config = p.config.prepare
-    launch(
-        "kda_prepare",
-        p.prepare(store_m),
-        slots * p.HV,
-        {**inputs, **tiles, OUTPUT: tiles["RK"]},
-        config.num_warps,
-        config.num_stages,
-    )
+    _launch("kda_prepare", p.prepare(store_m), slots * p.HV, {**inputs, **tiles}, tiles["RK"], p.config.prepare)
     return tiles
 
 
@@ -305,37 +289,27 @@ def _scan(
     states: Tensor | None,
 ) -> None:
     constants = p.scan(states is not None, ht is not None)
-    tensors = {**inputs, **tiles, **_given(ht=ht, STATES=states), OUTPUT: o}
-    launch(
-        "kda_scan",
-        constants,
-        walks * p.HV * constants["NV"],
-        tensors,
-        p.config.scan.num_warps,
-        p.config.scan.num_stages,
-    )
+    tensors = {**inputs, **tiles, **_given(ht=ht, STATES=states)}
+    _launch("kda_scan", constants, walks * p.HV * constants["NV"], tensors, o, p.config.scan)
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial_state: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    **flags: Any,
-) -> KdaProblem:
-    return make_problem(
-        q_shape=tuple(q.shape),
-        v_shape=tuple(v.shape),
-        dtypes=(q.dtype, k.dtype, v.dtype),
-        varlen=cu_seqlens is not None,
-        has_A=A_log is not None,
-        has_bias=dt_bias is not None,
-        has_h0=initial_state is not None,
-        device=q.device,
-        **flags,
+def _problem(x: Any, chunk_size: int, has_ht: bool) -> KdaProblem:
+    heads = (*x.q.shape[2:], *x.v.shape[2:])
+    return make_problem(x, heads, (x.q.dtype, x.k.dtype, x.v.dtype), x.q.device, chunk_size, has_ht)
+
+
+def _inputs(x: Any) -> dict[str, Tensor]:
+    """The tensors of a call under the names of the templates."""
+    return _given(
+        q=x.q,
+        k=x.k,
+        v=x.v,
+        g=x.g,
+        beta=x.beta,
+        A_log=_flat(x.A_log),
+        dt_bias=_flat(x.dt_bias),
+        h0=x.initial_state,
+        cu_seqlens=x.cu_seqlens,
     )
 
 
@@ -354,165 +328,48 @@ def _new_states(p: KdaProblem, q: Tensor, sequences: int) -> Tensor:
     return make(shape, dtype=getattr(torch, p.work_dtype), device=q.device)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    safe_gate: bool,
-    lower_bound: float | None,
-    state_v_first: bool,
-    chunk_size: int,
-    save_states: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`fla_inductor::chunk_kda` in two kernels."""
-    p = _problem(
-        q,
-        k,
-        v,
-        initial_state,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        scale=scale,
-        chunk_size=chunk_size,
-        use_gate=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        norm=use_qk_l2norm_in_kernel,
-        sigmoid=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        v_first=state_v_first,
-        has_ht=output_final_state,
-    )
-    N = _sequences(q, cu_seqlens)
-    inputs = _given(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        A_log=_flat(A_log),
-        dt_bias=_flat(dt_bias),
-        h0=initial_state,
-        cu_seqlens=cu_seqlens,
-    )
-    o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    ht = torch.empty(_state_shape(p, N), dtype=torch.float32, device=q.device) if output_final_state else None
-    states = _new_states(p, q, N) if save_states else None
+    x = Forward(*args)
+    p = _problem(x, x.chunk_size, x.output_final_state)
+    q, N = x.q, _sequences(x.q, x.cu_seqlens)
+    inputs = _inputs(x)
+    o = torch.empty(x.v.shape, dtype=q.dtype, device=q.device)
+    ht = torch.empty(_state_shape(p, N), dtype=torch.float32, device=q.device) if x.output_final_state else None
+    states = _new_states(p, q, N) if x.save_states else None
     tiles = _prepare(p, inputs, p.slots(q.shape[0], q.shape[1], N), store_m=False)
     _scan(p, inputs, tiles, p.walks(q.shape[0], N), o, ht, states)
-    empty = torch.float32
     return (
         o,
-        q.new_empty(0, dtype=empty) if ht is None else ht,
+        q.new_empty(0, dtype=torch.float32) if ht is None else ht,
         q.new_empty(0, dtype=getattr(torch, p.work_dtype)) if states is None else states,
     )
 
 
-def backward(
-    do: Tensor | None,
-    dht: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    states: Tensor | None,
-    scale: float,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    safe_gate: bool,
-    lower_bound: float | None,
-    state_v_first: bool,
-    chunk_size: int,
-) -> tuple[Tensor, ...]:
+def backward(*args: Any) -> tuple[Tensor, ...]:
     """`fla_inductor::chunk_kda_backward`: tiles again, states unless saved, reverse scan, two gradient kernels."""
-    p = _problem(
-        q,
-        k,
-        v,
-        initial_state,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        scale=scale,
-        chunk_size=chunk_size,
-        use_gate=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        norm=use_qk_l2norm_in_kernel,
-        sigmoid=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        v_first=state_v_first,
-        has_ht=False,
-    )
-    B, T = q.shape[:2]
-    N = _sequences(q, cu_seqlens)
-    slots, walks = p.slots(B, T, N), p.walks(B, N)
-    if do is None:
-        do = q.new_zeros(1).expand(v.shape)
-    inputs = _given(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        A_log=_flat(A_log),
-        dt_bias=_flat(dt_bias),
-        h0=initial_state,
-        cu_seqlens=cu_seqlens,
-        do=do,
-        dht=dht,
-    )
+    x = Backward(*args)
+    p = _problem(x, x.chunk_size, has_ht=False)
+    q, v, N = x.q, x.v, _sequences(x.q, x.cu_seqlens)
+    slots, walks = p.slots(q.shape[0], q.shape[1], N), p.walks(q.shape[0], N)
+    do = q.new_zeros(1).expand(v.shape) if x.do is None else x.do
+    inputs = _inputs(x) | _given(do=do, dht=x.dht)
     tiles = _prepare(p, inputs, slots, store_m=True)
+    states = x.states
     if states is None or states.numel() == 0:
         states = _new_states(p, q, N)
-        scratch = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-        _scan(p, inputs, tiles, walks, scratch, None, states)
-        del scratch
+        _scan(p, inputs, tiles, walks, torch.empty(v.shape, dtype=q.dtype, device=q.device), None, states)
     tensors = {**inputs, **tiles, **_scratch(p.backward_shapes(), slots, p.HV, q.device), "STATES": states}
-    dv = torch.empty(v.shape, dtype=v.dtype, device=q.device)
-    dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=q.device)
-    dg = torch.empty(g.shape, dtype=g.dtype, device=q.device)
-    dh0 = (
-        torch.empty(_state_shape(p, N), dtype=initial_state.dtype, device=q.device)
-        if initial_state is not None
-        else None
-    )
+    dv, dbeta, dg = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, x.beta, x.g))
+    h0 = x.initial_state
+    dh0 = None if h0 is None else torch.empty(_state_shape(p, N), dtype=h0.dtype, device=q.device)
 
-    reverse = p.scan_backward(dht is not None)
-    launch(
-        "kda_scan_backward",
-        reverse,
-        walks * p.HV * reverse["NV"],
-        {**tensors, **_given(dh0=dh0), OUTPUT: dv},
-        p.config.scan_backward.num_warps,
-        p.config.scan_backward.num_stages,
+    reverse = p.scan_backward(x.dht is not None)
+    c = p.config
+    _launch(
+        "kda_scan_backward", reverse, walks * p.HV * reverse["NV"], {**tensors, **_given(dh0=dh0)}, dv, c.scan_backward
     )
-    launch(
-        "kda_grad_intra",
-        p.grad_intra(),
-        slots * p.HV,
-        {**tensors, OUTPUT: dbeta},
-        p.config.grad_intra.num_warps,
-        p.config.grad_intra.num_stages,
-    )
+    _launch("kda_grad_intra", p.grad_intra(), slots * p.HV, tensors, dbeta, c.grad_intra)
     dq, dk, dA, dbias = _grad_input(p, tensors, slots, dg)
     return (
         dq,
@@ -520,8 +377,8 @@ def backward(
         dv,
         dg,
         dbeta,
-        q.new_empty(0) if A_log is None else dA.reshape(A_log.shape).to(A_log.dtype),
-        q.new_empty(0) if dt_bias is None else dbias.reshape(dt_bias.shape).to(dt_bias.dtype),
+        q.new_empty(0) if x.A_log is None else dA.reshape(x.A_log.shape).to(x.A_log.dtype),
+        q.new_empty(0) if x.dt_bias is None else dbias.reshape(x.dt_bias.shape).to(x.dt_bias.dtype),
         q.new_empty(0) if dh0 is None else dh0,
     )
 
@@ -539,80 +396,22 @@ def _grad_input(
     NK = p.KP // p.grad_BK
     dA = torch.empty((slots, p.HV, NK), dtype=torch.float32, device=q.device)
     dbias = torch.empty((slots, p.HV, p.KP), dtype=torch.float32, device=q.device)
-    launch(
-        "kda_grad_input",
-        p.grad_input(),
-        slots * p.HV * NK,
-        {**tensors, "DQ": dq, "DK": dk, "DA": dA, "DBIAS": dbias, OUTPUT: dg},
-        p.config.grad_input.num_warps,
-        p.config.grad_input.num_stages,
-    )
+    written = {"DQ": dq, "DK": dk, "DA": dA, "DBIAS": dbias}
+    _launch("kda_grad_input", p.grad_input(), slots * p.HV * NK, {**tensors, **written}, dg, p.config.grad_input)
     if grouped:
         dq = dq.view(B, T, p.H, -1, p.K).sum(3).to(q.dtype)
         dk = dk.view(B, T, p.H, -1, p.K).sum(3).to(k.dtype)
     return dq, dk, dA.sum((0, 2)), dbias.sum(0)[:, : p.K]
 
 
-def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    lower_bound: float | None,
-    state_v_first: bool,
-) -> tuple[Tensor, Tensor]:
+def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     """`fla_inductor::fused_recurrent_kda` in one kernel."""
-    p = _problem(
-        q,
-        k,
-        v,
-        initial_state,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        scale=scale,
-        chunk_size=64,
-        use_gate=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        norm=use_qk_l2norm_in_kernel,
-        sigmoid=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        v_first=state_v_first,
-        has_ht=output_final_state,
-    )
-    N = _sequences(q, cu_seqlens)
-    o = torch.empty(v.shape, dtype=v.dtype, device=q.device)
-    ht = torch.empty(_state_shape(p, N), dtype=torch.float32, device=q.device) if output_final_state else None
-    tensors = _given(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        A_log=_flat(A_log),
-        dt_bias=_flat(dt_bias),
-        h0=initial_state,
-        ht=ht,
-        cu_seqlens=cu_seqlens,
-    )
-    constants = p.recurrent(beta.dim() == 4)
-    launch(
-        "kda_recurrent",
-        constants,
-        p.walks(q.shape[0], N) * p.HV * constants["NV"],
-        {**tensors, OUTPUT: o},
-        p.config.recurrent.num_warps,
-        p.config.recurrent.num_stages,
-    )
+    x = Recurrent(*args)
+    p = _problem(x, 64, x.output_final_state)
+    q, N = x.q, _sequences(x.q, x.cu_seqlens)
+    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=q.device)
+    ht = torch.empty(_state_shape(p, N), dtype=torch.float32, device=q.device) if x.output_final_state else None
+    constants = p.recurrent(x.beta.dim() == 4)
+    programs = p.walks(q.shape[0], N) * p.HV * constants["NV"]
+    _launch("kda_recurrent", constants, programs, _inputs(x) | _given(ht=ht), o, p.config.recurrent)
     return o, q.new_empty(0, dtype=torch.float32) if ht is None else ht
