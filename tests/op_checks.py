@@ -91,7 +91,8 @@ def assert_matches_reference(
     for name, expected in [*theirs.outputs.items(), *theirs.grads.items()]:
         actual = ours.outputs[name] if name in ours.outputs else ours.grads[name]
         assert actual.isfinite().all(), name
-        assert error_ratio(expected, actual) <= bounds.get(name, bounds["default"]), name
+        ratio, bound = error_ratio(expected, actual), bounds.get(name, bounds["default"])
+        assert ratio <= bound, f"{name}: error ratio {ratio:.1e}, bound {bound:.1e}"
     for name, x in ours.outputs.items():
         assert x.is_contiguous() or name == "cache", name
     for name, x in ours.grads.items():
@@ -110,9 +111,11 @@ def assert_same(expected: Result, actual: Result, tolerance: float) -> None:
     assert expected.outputs.keys() == actual.outputs.keys()
     for name, x in expected.outputs.items():
         assert (x.dtype, x.stride()) == (actual.outputs[name].dtype, actual.outputs[name].stride()), name
-        assert error_ratio(x, actual.outputs[name]) <= tolerance, name
+        ratio = error_ratio(x, actual.outputs[name])
+        assert ratio <= tolerance, f"{name}: {ratio:.1e}"
     for name, x in expected.grads.items():
-        assert error_ratio(x, actual.grads[name]) <= tolerance, name
+        ratio = error_ratio(x, actual.grads[name])
+        assert ratio <= tolerance, f"gradient of {name}: {ratio:.1e}"
 
 
 def graphs(fn: Callable[..., Any], calls: Sequence[tuple[Any, ...]], **options: Any) -> Iterator[int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fla_inductor import _checks
 from fla_inductor._library import LIB, NAMESPACE, TAGS
+from fla_inductor.custom_ops.kda import specialize_heads
 from fla_inductor.reference import kda as reference
 
 LIB.define(
@@ -86,12 +87,14 @@ def _backward(do: Tensor, dht: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     x = Steps(*args)
     _check("_kda_steps", x)
+    specialize_heads(x)
     return x.v.new_empty(x.v.shape), x.init.new_empty(x.init.shape)
 
 
 def _backward_fake(do: Tensor, dht: Tensor, *args: Any) -> tuple[Tensor, ...]:
     x = Steps(*args)
     _check_backward(do, dht, x)
+    specialize_heads(x)
     per_head = x.decay.shape
     shapes = (per_head, per_head, x.v.shape, per_head, x.beta.shape, x.init.shape)
     return tuple(x.v.new_empty(shape) for shape in shapes)

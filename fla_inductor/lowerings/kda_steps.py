@@ -17,11 +17,15 @@ from torch._inductor.utils import parallel_num_threads, sympy_product
 from torch._inductor.virtualized import V
 
 import fla_inductor.custom_ops.kda_steps  # noqa: F401  (defines the operators)
+from fla_inductor.lowerings.common import static
 
 aten = torch.ops.aten
 ops = torch.ops.fla_inductor
 
 Box = ir.TensorBox
+
+# constant of the kernel, and whose size it is
+_HEADS = (("H", "q", 2), ("K", "q", 3), ("HV", "v", 2), ("V", "v", 3))
 
 
 def _source(name: str) -> str:
@@ -57,13 +61,8 @@ class StepsTemplate(CppTemplate):
             "kernel": kernel,
             "nodes": nodes,
             "out": out,
-            "heads": {
-                "H": nodes["q"].get_size()[2],
-                "K": nodes["q"].get_size()[3],
-                "HV": nodes["v"].get_size()[2],
-                "V": nodes["v"].get_size()[3],
-            },
-            "headwise": nodes["beta"].get_size()[3] != 1,
+            "heads": {n: static(nodes[t].get_size()[dim]) for n, t, dim in _HEADS},
+            "headwise": static(nodes["beta"].get_size()[3]) != 1,
         }
         return self._template_from_string(_source(self.name)).render(
             **values,
@@ -78,9 +77,8 @@ class StepsTemplate(CppTemplate):
 
 def _contiguous(x: Box) -> Any:
     """The buffer, or contiguous view of one, that holds `x`."""
-    node = ir.InputsKernel.unwrap_storage_for_input(
-        ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
-    )
+    box = ir.ExternKernel.require_contiguous(x)
+    node = ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(box))
     node.freeze_layout()
     return node
 

@@ -77,9 +77,14 @@ def gate_backward(
         per_a = x * dx if a is None else a * (x * dx)
     if a is not None:
         dx = a * dx
-    tokens = tuple(range(dx.dim() - 2))
-    dA = None if A_log is None else per_a.sum((*tokens, -1))
-    return dx, dA, None if dt_bias is None else dx.sum(tokens)
+    dA = None if A_log is None else _sum_tokens(per_a).sum(-1)
+    return dx, dA, None if dt_bias is None else _sum_tokens(dx)
+
+
+def _sum_tokens(x: Tensor) -> Tensor:
+    """[B, T, HV, K] to [HV, K]; as a product, since Inductor compiles a sum anew when T crosses a threshold."""
+    rows = x.flatten(0, 1).flatten(1)
+    return (rows.new_ones((1, rows.shape[0])) @ rows).view(x.shape[2:])
 
 
 def _expand_heads(x: Tensor, HV: int) -> Tensor:
@@ -165,8 +170,10 @@ def activate_backward(
         dg, dA, dbias = gate_backward(dg, x.g, g, x.A_log, x.dt_bias, x.flags.lower_bound)
         parameters = {n: d for n, d in (("dA_log", dA), ("ddt_bias", dbias)) if d is not None}
     if x.flags.use_beta_sigmoid_in_kernel:
-        dbeta = dbeta * x.beta * (1 - torch.sigmoid(beta).view(x.beta.shape))
-    return {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta.view(beta.shape), "dh0": dh0, **parameters}
+        s = torch.sigmoid(beta)
+        dbeta = dbeta * x.beta * (1 - (s if beta.dim() == 4 else s[..., None]))
+    dbeta = dbeta if beta.dim() == 4 else dbeta.squeeze(-1)
+    return {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta, "dh0": dh0, **parameters}
 
 
 # The definition
@@ -323,7 +330,10 @@ def token_forward(
     """(o, final_state) of raw inputs in the dtype of the computation; `walk` is `steps`, or faster."""
     x = activate(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, Flags(**flags))
     init = _state(initial_state, x, cu_seqlens, state_v_first)
-    o, final = walk(scale * x.q, x.k, x.v, x.g.exp(), x.beta, init, cu_seqlens)
+    if _no_tokens(q):
+        o, final = x.v.new_zeros(x.v.shape), init.clone(memory_format=torch.contiguous_format)
+    else:
+        o, final = walk(scale * x.q, x.k, x.v, x.g.exp(), x.beta, init, cu_seqlens)
     return o, final.transpose(-1, -2).contiguous() if state_v_first else final
 
 
@@ -348,10 +358,24 @@ def token_backward(
     """Gradients by argument name, in the dtype of the computation; `walk` is `steps_backward`, or faster."""
     x = activate(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, Flags(**flags))
     init, dht = (_state(S, x, cu_seqlens, state_v_first) for S in (initial_state, dht))
-    do = x.v.new_zeros(x.v.shape) if do is None else do.to(x.v.dtype)
-    dq, dk, dv, dg, dbeta, dh0 = walk(do, dht, scale * x.q, x.k, x.v, x.g.exp(), x.beta, init, cu_seqlens)
+    if _no_tokens(q):
+        dq, dk, dv, dg, dbeta, dh0 = _no_gradients(x, dht)
+    else:
+        do = x.v.new_zeros(x.v.shape) if do is None else do.to(x.v.dtype)
+        dq, dk, dv, dg, dbeta, dh0 = walk(do, dht, scale * x.q, x.k, x.v, x.g.exp(), x.beta, init, cu_seqlens)
     dh0 = dh0.transpose(-1, -2).contiguous() if state_v_first else dh0
     return activate_backward(x, scale * dq, dk, dv, dg, dbeta, dh0)
+
+
+def _no_tokens(q: Tensor) -> bool:
+    return q.shape[0] == 0 or q.shape[1] == 0
+
+
+def _no_gradients(x: Inputs, dht: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of a call without tokens: zeros for each value head, and that of the state, which passes through."""
+    heads = x.g.shape
+    dq, dk, dv, dg, dbeta = (x.v.new_zeros(s) for s in (heads, heads, x.v.shape, heads, x.beta.shape))
+    return dq, dk, dv, dg, dbeta, dht.clone(memory_format=torch.contiguous_format)
 
 
 def _state(state: Tensor | None, x: Inputs, cu_seqlens: Tensor | None, v_first: bool) -> Tensor:
@@ -620,13 +644,6 @@ def tiles_backward(
 # The chunk form
 
 
-def _no_tokens(x: Inputs, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """T = 0: no output, the state passes through."""
-    (B, _, HV, V), K = x.v.shape, x.k.shape[3]
-    slots = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return x.v.new_zeros(x.v.shape), state.clone(), x.v.new_zeros((B, slots, HV, V, K))
-
-
 def chunk_forward(
     q: Tensor,
     k: Tensor,
@@ -647,8 +664,10 @@ def chunk_forward(
     """(o, final_state, states [B, NC, HV, V, K] that enter each chunk), all in the dtype of the computation."""
     x = activate(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, Flags(**flags))
     init = _state(initial_state, x, cu_seqlens, state_v_first)
-    if q.shape[1] == 0:
-        o, final, states = _no_tokens(x, init, cu_seqlens)
+    if _no_tokens(q):
+        slots = -(-q.shape[1] // chunk_size) + (0 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        o, final = x.v.new_zeros(x.v.shape), init.clone(memory_format=torch.contiguous_format)
+        states = x.v.new_zeros((q.shape[0], slots, v.shape[2], v.shape[3], k.shape[3]))
     else:
         layout = make_layout(q, v.shape[2], chunk_size, cu_seqlens)
         qc, kc, vc, decay, rate = layout.inputs(x)
@@ -686,10 +705,8 @@ def chunk_backward(
     """Gradients by argument name, in the dtype of the computation; `states` of the forward are built again if None."""
     x = activate(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, Flags(**flags))
     dht = _state(dht, x, cu_seqlens, state_v_first)
-    if q.shape[1] == 0:
-        heads = x.g.shape
-        dq, dk, dv, dg, dbeta = (x.v.new_zeros(s) for s in (heads, heads, x.v.shape, heads, x.beta.shape))
-        dh0 = dht.clone()
+    if _no_tokens(q):
+        dq, dk, dv, dg, dbeta, dh0 = _no_gradients(x, dht)
     else:
         init = _state(initial_state, x, cu_seqlens, state_v_first) if states is None else None
         dq, dk, dv, dg, dbeta, dh0 = _chunk_adjoint(do, dht, x, init, states, cu_seqlens, scale, chunk_size, scan)
