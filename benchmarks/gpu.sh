@@ -6,7 +6,9 @@ OUT=${OUT:-benchmarks/results}
 export PYTHONPATH=.:${PYTHONPATH:-} PYTHONUNBUFFERED=1 FLA_CACHE_RESULTS=0
 python3 benchmarks/warm_fla.py --workers "${WORKERS:-8}" > "$OUT/warm_fla.log" 2>&1 &
 warm=$!
-timeout "${TEST_SECONDS:-600}" python3 -m pytest -c /dev/null --rootdir . -m gpu tests/test_gpu.py -n "${WORKERS:-8}" -v -p no:cacheprovider > "$OUT/gpu_tests.log" 2>&1
+tests=${TESTS:-tests/test_gpu.py tests/test_contract.py}
+# shellcheck disable=SC2086  # several files
+timeout "${TEST_SECONDS:-600}" python3 -m pytest -c /dev/null --rootdir . -m gpu $tests -n "${WORKERS:-8}" -v -p no:cacheprovider > "$OUT/gpu_tests.log" 2>&1
 status=$?
 grep -E "FAILED|ERROR|^E  |passed|failed" "$OUT/gpu_tests.log" | tail -n 40
 wait "$warm"

@@ -2,7 +2,10 @@
 
 Numbers against the float64 references are in the operators' own test files and, for the kernels, in test_kernels and
 test_gpu. Compiling with Inductor takes long on two cores, so there a subset stands for the rest; everything cheap runs
-on all samples.
+on all samples. With a GPU the same tests run there too; packages for it are in test_gpu.
+
+`opcheck` looks at what is registered for an operator. The operators other than KDA's are decompositions with nothing
+registered, which only their schemas and results can get wrong: their own files check these.
 """
 
 from __future__ import annotations
@@ -23,14 +26,15 @@ from fla_inductor.contract import REGISTRY, OpContract, Sample
 from fla_inductor.custom_ops import kda, recurrent_kda
 
 CPU = torch.device("cpu")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 CASES = [(op, name) for op, contract in REGISTRY.items() for name in op_checks.sample_ids(contract)]
 IDS = ["-".join(case) for case in CASES]
 KDA = [case for case in CASES if case[0] in ("chunk_kda", "fused_recurrent_kda")]
 
 
-def _sample(op: str, name: str, dtype: torch.dtype = torch.float32) -> tuple[OpContract, Sample]:
+def _sample(op: str, name: str, device: str, dtype: torch.dtype = torch.float32) -> tuple[OpContract, Sample]:
     contract = REGISTRY[op]
-    return contract, op_checks.get_sample(contract, CPU, dtype, name)
+    return contract, op_checks.get_sample(contract, torch.device(device), dtype, name)
 
 
 def _arguments(op: str, sample: Sample, grad: bool) -> tuple[Any, ...]:
@@ -43,18 +47,20 @@ def _arguments(op: str, sample: Sample, grad: bool) -> tuple[Any, ...]:
     return tuple(values.get(n, defaults.get(n)) for n in fields)
 
 
+@DEVICES
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize(("op", "name"), KDA, ids=["-".join(case) for case in KDA])
-def test_opcheck(op: str, name: str, grad: bool) -> None:
+def test_opcheck(op: str, name: str, grad: bool, device: str) -> None:
     """Schema, autograd registration, fake tensors, and AOT dispatch with dynamic shapes."""
-    _, sample = _sample(op, name)
+    _, sample = _sample(op, name, device)
     torch.library.opcheck(getattr(torch.ops.fla_inductor, op).default, _arguments(op, sample, grad))
 
 
+@DEVICES
 @pytest.mark.parametrize(("op", "name"), CASES, ids=IDS)
-def test_fake_results_are_real_ones(op: str, name: str) -> None:
+def test_fake_results_are_real_ones(op: str, name: str, device: str) -> None:
     """Shapes, strides and dtypes; and no output is an input."""
-    contract, sample = _sample(op, name, torch.bfloat16)
+    contract, sample = _sample(op, name, device, torch.bfloat16)
     if "mutates" in contract.features:
         sample = Sample(name, {**sample.kwargs, "cache": sample.kwargs["cache"].clone()})
     real = contract.public(**sample.kwargs)
@@ -72,22 +78,24 @@ def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else [x for x in result if x is not None]
 
 
+@DEVICES
 @pytest.mark.parametrize(("op", "name"), KDA, ids=["-".join(case) for case in KDA])
-def test_traces_whole_forward_and_backward(op: str, name: str, fresh_compile: None) -> None:
+def test_traces_whole_forward_and_backward(op: str, name: str, device: str, fresh_compile: None) -> None:
     """One graph, no break; the same numbers as eager."""
-    contract, sample = _sample(op, name)
+    contract, sample = _sample(op, name, device)
     compiled = torch.compile(contract.public, fullgraph=True, backend="aot_eager")
     eager, traced = (op_checks.call(fn, contract, sample) for fn in (contract.public, compiled))
     for name_, x in [*eager.outputs.items(), *eager.grads.items()]:
         assert torch.equal(x, {**traced.outputs, **traced.grads}[name_]), name_
 
 
+@DEVICES
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
-def test_at_most_two_graphs_over_lengths(op: str, fresh_compile: None) -> None:
+def test_at_most_two_graphs_over_lengths(op: str, device: str, fresh_compile: None) -> None:
     contract = REGISTRY[op]
     compiled = torch.compile(contract.public, fullgraph=True, dynamic=True, backend="aot_eager")
     for T in (1, 7, 64, 65, 130, 1000):
-        sample = kda.make_sample(CPU, torch.float32, "lengths", T=T, state=False)
+        sample = kda.make_sample(torch.device(device), torch.float32, "lengths", T=T, state=False)
         o, ht = compiled(**sample.kwargs)
         o_eager, ht_eager = contract.public(**sample.kwargs)
         assert op_checks.error_ratio(o_eager, o) < 1e-5
@@ -107,10 +115,11 @@ class Module(torch.nn.Module):
         return [x for x in self.fn(**tensors, **self.flags) if x is not None]
 
 
+@DEVICES
 @pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
 @pytest.mark.parametrize(("op", "name"), KDA, ids=["-".join(case) for case in KDA])
-def test_export_keeps_one_node(op: str, name: str, strict: bool) -> None:
-    contract, sample = _sample(op, name)
+def test_export_keeps_one_node(op: str, name: str, strict: bool, device: str) -> None:
+    contract, sample = _sample(op, name, device)
     tensors = {n: x for n, x in sample.kwargs.items() if isinstance(x, Tensor)}
     program = torch.export.export(Module(contract, sample), (tensors,), strict=strict)
     nodes = [n for n in program.graph.nodes if str(n.target) == f"fla_inductor.{op}.default"]
@@ -169,11 +178,34 @@ def test_packages_need_no_python(op: str, names: list[str], tmp_path: Path) -> N
     subprocess.run([sys.executable, "-c", LOADER, package, str(tmp_path / "data.pt")], check=True, cwd=tmp_path)
 
 
+INDUCTOR = [("chunk_kda", "gva"), ("fused_recurrent_kda", "step")]
+ON_GPU = [(*case, "cuda") for case in KDA]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "name"), [("chunk_kda", "gva"), ("fused_recurrent_kda", "step")])
-def test_inductor_forward_and_backward(op: str, name: str, fresh_compile: None) -> None:
-    contract, sample = _sample(op, name)
+@pytest.mark.parametrize(
+    ("op", "name", "device"),
+    [*((*case, "cpu") for case in INDUCTOR), *(pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU)],
+)
+def test_inductor_forward_and_backward(op: str, name: str, device: str, fresh_compile: None) -> None:
+    contract, sample = _sample(op, name, device)
     compiled = torch.compile(contract.public, fullgraph=True)
     eager, fused = (op_checks.call(fn, contract, sample) for fn in (contract.public, compiled))
     for name_, x in [*eager.outputs.items(), *eager.grads.items()]:
         assert op_checks.error_ratio(x, {**fused.outputs, **fused.grads}[name_]) < 1e-5, name_
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "name"), KDA, ids=["-".join(case) for case in KDA])
+def test_cuda_graphs(op: str, name: str, fresh_compile: None) -> None:
+    """Forward and backward are captured: anything in the way is an error."""
+    contract, sample = _sample(op, name, "cuda", torch.bfloat16)
+    options: dict[str, Any] = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
+    compiled = torch.compile(contract.public, fullgraph=True, options=options)
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        replayed = op_checks.call(compiled, contract, sample)
+        grads = {name: x.clone() for name, x in replayed.grads.items()}
+    eager = op_checks.call(contract.public, contract, sample)
+    for name_, x in eager.grads.items():
+        assert op_checks.error_ratio(x, grads[name_]) < 5e-3, name_

@@ -80,3 +80,10 @@ def test_two_blocks_of_channels(K: int, V: int) -> None:
     assert ht is not None
     assert op_checks.error_ratio(expected, o) < 1e-5
     assert op_checks.error_ratio(ht_expected, ht) < 1e-5
+
+
+def test_few_channels() -> None:
+    """Sums over fewer than 16 channels do not average rounding out, so tiles are float32 there."""
+    contract = REGISTRY["chunk_kda"]
+    sample = kda.make_sample(torch.device("cpu"), torch.bfloat16, "small", T=70, HV=4, K=8, V=8)
+    op_checks.assert_matches_reference(contract, sample, torch.bfloat16)

@@ -7,7 +7,7 @@ activated is kept for the backward. CUDA tensors go to the Triton templates, all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -315,9 +315,16 @@ def state_shape(x: Any) -> tuple[Any, ...]:
     return (N, HV, V, K) if x.state_v_first else (N, HV, K, V)
 
 
-def work_dtype(x: Forward | Backward) -> torch.dtype:
-    """The dtype in which states between chunks are kept."""
-    return torch.float32 if torch.float32 in (x.q.dtype, x.k.dtype, x.v.dtype) else torch.bfloat16
+def work_dtype(dtypes: Sequence[torch.dtype], K: int) -> torch.dtype:
+    """The dtype of tiles and of states between chunks, for q, k, v of `dtypes`.
+
+    A sum over fewer than 16 channels does not average the rounding of bfloat16 operands out.
+    """
+    return torch.float32 if torch.float32 in dtypes or K < 16 else torch.bfloat16
+
+
+def states_dtype(x: Forward) -> torch.dtype:
+    return work_dtype((x.q.dtype, x.k.dtype, x.v.dtype), x.q.shape[3])
 
 
 def states_shape(x: Forward) -> tuple[Any, ...]:
@@ -361,7 +368,7 @@ def reference_forward(x: Forward, scan: reference.Scan = reference.loop_scan) ->
     return (
         o.to(x.q.dtype),
         final_state if x.output_final_state else absent(x.q, torch.float32),
-        states.to(work_dtype(x)) if x.save_states else absent(x.q, work_dtype(x)),
+        states.to(states_dtype(x)) if x.save_states else absent(x.q, states_dtype(x)),
     )
 
 
@@ -434,7 +441,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (
         x.v.new_empty(x.v.shape, dtype=x.q.dtype),
         x.q.new_empty(state_shape(x) if x.output_final_state else (0,), dtype=torch.float32),
-        x.q.new_empty(states_shape(x) if x.save_states else (0,), dtype=work_dtype(x)),
+        x.q.new_empty(states_shape(x) if x.save_states else (0,), dtype=states_dtype(x)),
     )
 
 

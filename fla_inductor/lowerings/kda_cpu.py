@@ -41,7 +41,7 @@ def _chunk_kda(*args: Any) -> Any:
     x = kda.Forward(*args)
     if not _decomposes(x.q):
         return NotImplemented
-    states = kda.reference_forward(x, ops._chunk_scan)[2] if x.save_states else kda.absent(x.q, kda.work_dtype(x))
+    states = kda.reference_forward(x, ops._chunk_scan)[2] if x.save_states else kda.absent(x.q, kda.states_dtype(x))
     return *_forward(x, x.q.dtype), states
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fla_inductor.custom_ops.kda import Backward, Forward
+from fla_inductor.custom_ops.kda import Backward, Forward, work_dtype
 from fla_inductor.custom_ops.recurrent_kda import Recurrent
 from fla_inductor.templates.render import OUTPUT, launch
 from fla_inductor.tuning.kda import KdaConfig, kda_config
@@ -223,7 +223,7 @@ def make_problem(
 ) -> KdaProblem:
     """The problem of a call `x` (Forward, Backward or Recurrent) with `heads` H, K, HV, V and the dtypes of q, k, v."""
     H, K, HV, V = heads
-    work = "float32" if torch.float32 in dtypes else "bfloat16"
+    work = str(work_dtype(dtypes, K)).removeprefix("torch.")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return KdaProblem(
         H=H,
