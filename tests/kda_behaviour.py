@@ -151,4 +151,6 @@ def saved_states_give_the_gradients_of_recomputed_ones(device: str) -> None:
     _, saved = run(x, disable_recompute=True)
     _, recomputed = run(x, disable_recompute=False)
     for name, grad in saved.items():
-        assert torch.equal(grad, recomputed[name]), name
+        # the rows q dq and k dk of the normalisation come from other products there
+        bound = 2e-3 if name in ("q", "k") else 0
+        assert op_checks.error_ratio(recomputed[name], grad) <= bound, name

@@ -11,7 +11,7 @@ from fla_inductor.templates import kda
 from fla_inductor.templates.render import Kernel, render
 from fla_inductor.tuning.kda import kda_config
 
-RANKS = dict.fromkeys(("q", "k", "v", "g", "do", "h0", "dht", "dq", "dk"), 4) | {"beta": 3, "cu_seqlens": 1}
+RANKS = dict.fromkeys(("q", "k", "v", "g", "do", "o", "h0", "dht", "dq", "dk"), 4) | {"beta": 3, "cu_seqlens": 1}
 
 
 def problem(
@@ -44,7 +44,7 @@ def problem(
 
 def kernels(p: kda.KdaProblem, work: str) -> Iterator[tuple[Kernel, dict[str, str], Any]]:
     """(kernel, dtypes of its tensors, configuration) of each template."""
-    inputs = dict.fromkeys(("q", "k", "v", "g", "beta", "do", "out", "DQ", "DK"), work)
+    inputs = dict.fromkeys(("q", "k", "v", "g", "beta", "do", "o", "out", "DQ", "DK"), work)
     fixed = dict.fromkeys(("A_log", "dt_bias", "h0", "ht", "dht", "dh0", "RK", "DA", "DBIAS"), "float32")
     tiles = {name: dtype for name, (_, dtype) in {**p.tile_shapes(True), **p.backward_shapes()}.items()}
     dtypes = {**inputs, **fixed, **tiles, "STATES": p.work_dtype, "cu_seqlens": "int32"}
@@ -52,10 +52,11 @@ def kernels(p: kda.KdaProblem, work: str) -> Iterator[tuple[Kernel, dict[str, st
     table = [
         ("kda_prepare", p.prepare(False), c.prepare),
         ("kda_prepare", p.prepare(True), c.prepare),
-        ("kda_scan", p.scan(False, True), c.scan),
-        ("kda_scan", p.scan(True, False), c.scan),
+        ("kda_scan", p.scan(False, False, True), c.scan),
+        ("kda_scan", p.scan(True, True, False), c.scan),
         ("kda_scan_backward", p.scan_backward(True), c.scan_backward),
-        ("kda_grad_intra", p.grad_intra(), c.grad_intra),
+        ("kda_grad_intra", p.grad_intra(True), c.grad_intra),
+        ("kda_grad_intra", p.grad_intra(False), c.grad_intra),
         ("kda_grad_input", p.grad_input(), c.grad_input),
         ("kda_recurrent", p.recurrent(False), c.recurrent),
     ]

@@ -130,14 +130,15 @@ def _prepare(call: _Call, store_m: bool) -> None:
     )
 
 
-def _scan(call: _Call, dtype: torch.dtype, ht: Box | None, states: Box | None) -> Box:
+def _scan(call: _Call, dtype: torch.dtype, ht: Box | None, states: Box | None, values: bool = False) -> Box:
     p = call.problem
-    constants = p.scan(states is not None, ht is not None)
+    constants = p.scan(states is not None, values, ht is not None)
+    tiles = call.add_tiles({name: p.backward_shapes()[name] for name in ("KS", "Z")}) if values else []
     return call.emit(
         "kda_scan",
         constants,
         call.walks * p.HV * constants["NV"],
-        call.add(ht=ht, STATES=states),
+        tiles + call.add(ht=ht, STATES=states),
         call.x.v.get_size(),
         dtype,
         p.config.scan,
@@ -168,10 +169,11 @@ def _lower_backward(*args: Any) -> tuple[Box, ...]:
         return common.fallback(ops.chunk_kda_backward.default, f"no template for device {x.q.get_device()}")(*args)
     call = _Call(x, x.chunk_size, False)
     _prepare(call, store_m=True)
-    if x.states is not None and len(x.states.get_size()) == 5:
+    saved = x.states is not None and len(x.states.get_size()) == 5
+    if saved:
         call.add(STATES=common.realize(x.states))
     else:
-        _scan(call, x.q.get_dtype(), None, call.states())
+        call.add(o=common.realize(_scan(call, x.q.get_dtype(), None, call.states(), values=True)))
     do = (
         x.do
         if x.do is not None
@@ -183,7 +185,7 @@ def _lower_backward(*args: Any) -> tuple[Box, ...]:
 
     dh0 = call.state(x.initial_state.get_dtype()) if x.initial_state is not None else None
     dv = _scan_backward(call, dh0)
-    dbeta = _grad_intra(call)
+    dbeta = _grad_intra(call, not saved)
     dq, dk, dg, dA, dbias = _grad_input(call)
     none = call.absent(x.q.get_dtype())
     return (
@@ -213,12 +215,13 @@ def _scan_backward(call: _Call, dh0: Box | None) -> Box:
     )
 
 
-def _grad_intra(call: _Call) -> Box:
+def _grad_intra(call: _Call, values: bool) -> Box:
     p, x = call.problem, call.x
-    written = call.add_tiles({name: p.backward_shapes()[name] for name in ("DP", "DM", "DPT", "DMT", "Z", "SQ", "SK")})
+    names = ("DP", "DM", "DD", "SQ", "SK", *(() if values else ("Z",)))
+    written = call.add_tiles({name: p.backward_shapes()[name] for name in names})
     return call.emit(
         "kda_grad_intra",
-        p.grad_intra(),
+        p.grad_intra(values),
         call.slots * p.HV,
         written,
         x.beta.get_size(),

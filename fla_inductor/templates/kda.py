@@ -99,7 +99,11 @@ class KdaProblem:
         }
 
     def _gram(self) -> dict[str, Any]:
-        return {"NLEVEL": self.chunk_size.bit_length() - 1, "BOUNDED": self.bounded}
+        return {
+            "NLEVEL": self.chunk_size.bit_length() - 1,
+            "BOUNDED": self.bounded,
+            "PRODUCT": self.config.PRODUCT and self.work_dtype != "float32",
+        }
 
     def _beta(self) -> dict[str, Any]:
         return {"SIGMOID": self.sigmoid, "BETA_SCALE": 2.0 if self.allow_neg_eigval else 1.0}
@@ -113,7 +117,6 @@ class KdaProblem:
             **self._gram(),
             **self._beta(),
             "BK": min(self.config.prepare.BK, self.BKB),
-            "SUM_ANCHOR": self.config.prepare.SUM_ANCHOR,
             "INV_DTYPE": "tl.float16" if small else "tl.float32",
             "INV_PREC": "'tf32x3'" if self.work_dtype == "float32" else "'tf32'",
             "STORE_M": store_m,
@@ -125,7 +128,7 @@ class KdaProblem:
     def _tile_v(self, BV: int) -> int:
         return min(BV, self.VP)
 
-    def scan(self, store_states: bool, has_ht: bool) -> dict[str, Any]:
+    def scan(self, store_states: bool, store_values: bool, has_ht: bool) -> dict[str, Any]:
         BV = self._tile_v(self.config.scan.BV)
         return {
             **self.constants(),
@@ -137,6 +140,7 @@ class KdaProblem:
             "HAS_H0": self.has_h0,
             "HAS_HT": has_ht,
             "STORE_STATES": store_states,
+            "STORE_VALUES": store_values,
         }
 
     def scan_backward(self, has_dht: bool) -> dict[str, Any]:
@@ -152,7 +156,8 @@ class KdaProblem:
             "HAS_HT": has_dht,
         }
 
-    def grad_intra(self) -> dict[str, Any]:
+    def grad_intra(self, values: bool) -> dict[str, Any]:
+        """`values`: kda_scan ran again and left its tiles."""
         return {
             **self.constants(),
             **self._beta(),
@@ -160,6 +165,7 @@ class KdaProblem:
             "VP": self.VP,
             "BV": self._tile_v(self.config.grad_intra.BV),
             "BKB": self.BKB,
+            "VALUES": values,
         }
 
     def grad_input(self) -> dict[str, Any]:
@@ -208,13 +214,10 @@ class KdaProblem:
     def backward_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Scratch of the backward kernels per (slot, value head), without the partial sums."""
         C, KP, VP, work = self.chunk_size, self.KP, self.VP, self.work_dtype
-        shapes: dict[str, tuple[tuple[int, ...], str]] = {
-            "ES": ((VP, KP), work),
-            "Y": ((VP, C), work),
-            "Z": ((VP, C), work),
-        }
-        shapes |= dict.fromkeys(("DP", "DM", "DPT", "DMT"), ((C, C), work))
-        shapes |= {"SQ": ((C,), "float32"), "SK": ((C,), "float32")}
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {"ES": ((VP, KP), work)}
+        shapes |= dict.fromkeys(("Y", "Z", "KS"), ((VP, C), work))
+        shapes |= dict.fromkeys(("DP", "DM"), ((C, C), work))
+        shapes |= {"DD": ((C,), "float32"), "SQ": ((C,), "float32"), "SK": ((C,), "float32")}
         return shapes
 
 
@@ -286,10 +289,11 @@ def _scan(
     walks: int,
     o: Tensor,
     ht: Tensor | None,
-    states: Tensor | None,
+    store: Mapping[str, Tensor],
 ) -> None:
-    constants = p.scan(states is not None, ht is not None)
-    tensors = {**inputs, **tiles, **_given(ht=ht, STATES=states)}
+    """`store`: where to leave STATES, and with them, for the backward, KS and Z."""
+    constants = p.scan("STATES" in store, "Z" in store, ht is not None)
+    tensors = {**inputs, **tiles, **store, **_given(ht=ht)}
     _launch("kda_scan", constants, walks * p.HV * constants["NV"], tensors, o, p.config.scan)
 
 
@@ -338,7 +342,7 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     ht = torch.empty(_state_shape(p, N), dtype=torch.float32, device=q.device) if x.output_final_state else None
     states = _new_states(p, q, N) if x.save_states else None
     tiles = _prepare(p, inputs, p.slots(q.shape[0], q.shape[1], N), store_m=False)
-    _scan(p, inputs, tiles, p.walks(q.shape[0], N), o, ht, states)
+    _scan(p, inputs, tiles, p.walks(q.shape[0], N), o, ht, _given(STATES=states))
     return (
         o,
         q.new_empty(0, dtype=torch.float32) if ht is None else ht,
@@ -355,11 +359,13 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     do = q.new_zeros(1).expand(v.shape) if x.do is None else x.do
     inputs = _inputs(x) | _given(do=do, dht=x.dht)
     tiles = _prepare(p, inputs, slots, store_m=True)
-    states = x.states
-    if states is None or states.numel() == 0:
-        states = _new_states(p, q, N)
-        _scan(p, inputs, tiles, walks, torch.empty(v.shape, dtype=q.dtype, device=q.device), None, states)
+    saved = x.states is not None and x.states.numel() > 0
+    states = x.states if x.states is not None and saved else _new_states(p, q, N)
     tensors = {**inputs, **tiles, **_scratch(p.backward_shapes(), slots, p.HV, q.device), "STATES": states}
+    if not saved:
+        tensors["o"] = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+        store = {name: tensors[name] for name in ("STATES", "KS", "Z")}
+        _scan(p, inputs, tiles, walks, tensors["o"], None, store)
     dv, dbeta, dg = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, x.beta, x.g))
     h0 = x.initial_state
     dh0 = None if h0 is None else torch.empty(_state_shape(p, N), dtype=h0.dtype, device=q.device)
@@ -369,7 +375,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     _launch(
         "kda_scan_backward", reverse, walks * p.HV * reverse["NV"], {**tensors, **_given(dh0=dh0)}, dv, c.scan_backward
     )
-    _launch("kda_grad_intra", p.grad_intra(), slots * p.HV, tensors, dbeta, c.grad_intra)
+    _launch("kda_grad_intra", p.grad_intra(not saved), slots * p.HV, tensors, dbeta, c.grad_intra)
     dq, dk, dA, dbias = _grad_input(p, tensors, slots, dg)
     return (
         dq,

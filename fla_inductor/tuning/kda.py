@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class KdaPrepareConfig:
-    """BK channels of K are held in registers at a time; SUM_ANCHOR finds G minus its anchor by a sum, not a product."""
+    """BK channels of K are held in registers at a time."""
 
     BK: int = 32
-    SUM_ANCHOR: bool = False
     num_warps: int = 4
     num_stages: int = 1
 
@@ -38,7 +37,7 @@ class KdaGradIntraConfig:
 class KdaGradInputConfig:
     """BK channels of K in one program, BV columns of V at a time."""
 
-    BK: int = 16
+    BK: int = 32
     BV: int = 64
     num_warps: int = 4
     num_stages: int = 2
@@ -55,7 +54,7 @@ class KdaRecurrentConfig:
 
 @dataclass(frozen=True)
 class KdaConfig:
-    """One configuration for each kernel."""
+    """One configuration for each kernel; PRODUCT: sums and picks of rows of 16-bit tiles as products."""
 
     prepare: KdaPrepareConfig = KdaPrepareConfig()
     scan: KdaScanConfig = KdaScanConfig()
@@ -63,6 +62,7 @@ class KdaConfig:
     grad_intra: KdaGradIntraConfig = KdaGradIntraConfig()
     grad_input: KdaGradInputConfig = KdaGradInputConfig()
     recurrent: KdaRecurrentConfig = KdaRecurrentConfig()
+    PRODUCT: bool = True
 
 
 DEFAULT = KdaConfig()
@@ -84,7 +84,5 @@ WIDE = replace(DEFAULT, scan_backward=KdaScanConfig(num_stages=1))
 def kda_config(work_dtype: str, K: int, capability: tuple[int, int] | None) -> KdaConfig:
     """The configuration for a work dtype ("float32" or "bfloat16") on a device of this compute capability."""
     config = FLOAT32 if work_dtype == "float32" else WIDE if K > 128 else DEFAULT
-    if capability is not None and capability[0] >= 10:
-        # unmeasured: Triton 3.6 cannot compile the product form for Blackwell's tensor memory
-        return replace(config, prepare=replace(config.prepare, SUM_ANCHOR=True))
-    return config
+    # unmeasured: Triton 3.6 cannot compile reductions of a product's result for Blackwell's tensor memory
+    return replace(config, PRODUCT=False) if capability is not None and capability[0] >= 10 else config
