@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import kda_behaviour
+import kda_neighbours
 import op_checks
 import pytest
 import torch
@@ -17,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
+from triton.runtime.jit import JITFunction
 
 import fla_inductor
 from fla_inductor.contract import REGISTRY
@@ -71,6 +75,11 @@ def test_head_sizes(K: int, V: int, dtype: torch.dtype) -> None:
     op_checks.assert_matches_reference(contract, sample, dtype)
 
 
+@pytest.mark.parametrize(("K", "V"), [(16, 60), (64, 128), (128, 64), (32, 256)])
+def test_every_length(K: int, V: int) -> None:
+    kda_neighbours.every_length_and_head_size_of_users("cuda", K, V, (1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 127))
+
+
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_no_A_log_is_unit_scale_bit_for_bit(lower_bound: float | None) -> None:
     kda_behaviour.no_A_log_is_unit_scale_bit_for_bit("cuda", lower_bound)
@@ -121,6 +130,52 @@ def test_producers_and_consumer_fuse(fresh_compile: None) -> None:
         assert len(launches) == 2, launches
         assert all(name.startswith("triton_tem") for name in launches), launches
         assert op_checks.error_ratio(layer(*x), o) < 5e-3
+
+
+@kda_neighbours.parametrize_padding
+def test_projections_with_odd_rows(padding: tuple[bool, bool], fresh_compile: None) -> None:
+    kda_neighbours.projections_with_odd_rows("cuda", padding, 1.5e-2)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
+@pytest.mark.parametrize("name", kda_neighbours.CONSUMERS)
+def test_consumer_is_the_same_fused(name: str, fused: bool, fresh_compile: None) -> None:
+    kda_neighbours.consumer_is_the_same_fused("cuda", name, fused, 5e-3)
+
+
+@pytest.mark.parametrize("mark", [True, False], ids=["marked", "unmarked"])
+def test_decode_loop_feeds_states_back(mark: bool, fresh_compile: None) -> None:
+    kda_neighbours.decode_loop_feeds_states_back(mark)
+
+
+def test_kernels_are_compiled_once_for_all_lengths() -> None:
+    """After two lengths there is nothing left to compile, forward or backward."""
+    counts = []
+    with mock.patch.object(JITFunction, "_do_compile", autospec=True, side_effect=JITFunction._do_compile) as compile_:
+        for T in (64, 65, 1, 130, 1000, 1024, 77):
+            kda_behaviour.run(kda_behaviour.inputs("cuda", T=T, K=64, V=48, HV=3))
+            counts.append(compile_.call_count)
+    assert counts[0] > 0
+    assert counts[1:] == counts[1:2] * (len(counts) - 1)
+
+
+FIRST_CALL = """
+import torch
+import kda_behaviour, op_checks, fla_inductor
+x = kda_behaviour.inputs("cuda", T=100, K=64, V=64)
+graph = torch.cuda.CUDAGraph()
+with torch.no_grad():
+    with torch.cuda.graph(graph):
+        o, ht = fla_inductor.chunk_kda(**x, output_final_state=True, **kda_behaviour.FLAGS)
+    graph.replay()
+    expected, expected_ht = fla_inductor.chunk_kda(**x, output_final_state=True, **kda_behaviour.FLAGS)
+assert torch.equal(o, expected) and torch.equal(ht, expected_ht)
+"""
+
+
+def test_the_first_call_ever_may_be_captured(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, env=environment)
 
 
 def test_one_graph_for_all_lengths(fresh_compile: None) -> None:

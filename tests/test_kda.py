@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kda_behaviour
+import kda_neighbours
 import op_checks
 import pytest
 import torch
@@ -110,6 +111,11 @@ def test_extreme_decays(value: float) -> None:
     kwargs = {**sample.kwargs, "g": g}
     contract = REGISTRY["chunk_kda"]
     op_checks.assert_matches_reference(contract, type(sample)("extreme", kwargs, sample.grad), torch.float32)
+
+
+@pytest.mark.parametrize(("K", "V"), [(8, 8), (16, 60), (64, 128), (128, 64), (100, 50), (32, 256)])
+def test_lengths_and_head_sizes(K: int, V: int) -> None:
+    kda_neighbours.every_length_and_head_size_of_users("cpu", K, V, (1, 2, 7, 8, 16, 17, 63, 64, 65, 127))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import kda_neighbours
 import op_checks
 import pytest
 import torch
@@ -156,3 +157,13 @@ def test_inference_then_training_with_one_compiled_function() -> None:
         o, _ = compiled(x)
     assert op_checks.error_ratio(kda(x)[0], o.clone()) < 1e-5
     assert_same(kda, x, compiled)
+
+
+@kda_neighbours.parametrize_padding
+def test_projections_with_odd_rows(padding: tuple[bool, bool]) -> None:
+    kda_neighbours.projections_with_odd_rows("cpu", padding, 1e-5)
+
+
+@pytest.mark.parametrize("name", kda_neighbours.CONSUMERS)
+def test_consumer_is_the_same_fused(name: str) -> None:
+    kda_neighbours.consumer_is_the_same_fused("cpu", name, True, 1e-5)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from fla_inductor.layers import FusedRMSNormGated, KDACache, KimiDeltaAttention, ShortConvolution
 
@@ -364,6 +366,29 @@ def test_three_layers_are_one_graph(fresh_compile):
     assert (explained.graph_count, explained.graph_break_count) == (1, 0)
     ops = [str(node.target) for node in explained.graphs[0].graph.nodes if "fla_inductor.chunk_kda" in str(node.target)]
     assert len(ops) == 3
+
+
+def test_three_layers_train_as_one_graph(fresh_compile):
+    """Forward and backward of a loop over layers, with the operator in both graphs; nothing falls back to eager."""
+    layers = torch.nn.ModuleList(make_layer(layer_idx=i) for i in range(3))
+    seen: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "fla_inductor.chunk_kda" in str(node.target))
+        return make_boxed_func(graph)
+
+    @torch.compile(backend=aot_autograd(fw_compiler=record, bw_compiler=record))
+    def stack(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = x + layer(x)[0]
+        return x
+
+    stack(torch.randn(1, 9, 32)).sum().backward()
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert seen == ["fla_inductor.chunk_kda.default"] * 3 + ["fla_inductor.chunk_kda_backward.default"] * 3
+    assert all(p.grad is not None for layer in layers for p in layer.parameters())
 
 
 def test_exports_with_any_length():
