@@ -99,7 +99,7 @@ def errors(x: dict[str, Tensor], do: Tensor, dht: Tensor) -> dict[str, float]:
         name: (by_name[key].reshape(x[name].shape), grad) for name, key, grad in zip(NAMES, keys, grads, strict=True)
     }
     return {
-        name: float((a - b.double()).square().mean().sqrt() / a.square().mean().sqrt())
+        name: float((a - b.detach().double()).square().mean().sqrt() / a.square().mean().sqrt())
         for name, (a, b) in pairs.items()
     }
 

@@ -46,12 +46,11 @@ def kernels(p: kda.KdaProblem, work: str) -> Iterator[tuple[Kernel, dict[str, st
     """(kernel, dtypes of its tensors, configuration) of each template."""
     inputs = dict.fromkeys(("q", "k", "v", "g", "beta", "do", "o", "out", "DQ", "DK"), work)
     fixed = dict.fromkeys(("A_log", "dt_bias", "h0", "ht", "dht", "dh0", "RK", "DA", "DBIAS"), "float32")
-    tiles = {name: dtype for name, (_, dtype) in {**p.tile_shapes(True), **p.backward_shapes()}.items()}
+    tiles = {name: dtype for name, (_, dtype) in {**p.tile_shapes(), **p.backward_shapes()}.items()}
     dtypes = {**inputs, **fixed, **tiles, "STATES": p.work_dtype, "cu_seqlens": "int32"}
     c = p.config
     table = [
-        ("kda_prepare", p.prepare(False), c.prepare),
-        ("kda_prepare", p.prepare(True), c.prepare),
+        ("kda_prepare", p.prepare(), c.prepare),
         ("kda_scan", p.scan(False, False, True), c.scan),
         ("kda_scan", p.scan(True, True, False), c.scan),
         ("kda_scan_backward", p.scan_backward(True), c.scan_backward),

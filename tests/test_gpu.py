@@ -143,9 +143,10 @@ def test_consumer_is_the_same_fused(name: str, fused: bool, fresh_compile: None)
     kda_neighbours.consumer_is_the_same_fused("cuda", name, fused, 5e-3)
 
 
+@pytest.mark.parametrize("clone", [True, False], ids=["cloned", "replayed"])
 @pytest.mark.parametrize("mark", [True, False], ids=["marked", "unmarked"])
-def test_decode_loop_feeds_states_back(mark: bool, fresh_compile: None) -> None:
-    kda_neighbours.decode_loop_feeds_states_back(mark)
+def test_decode_loop_feeds_states_back(mark: bool, clone: bool, fresh_compile: None) -> None:
+    kda_neighbours.decode_loop_feeds_states_back(mark, clone)
 
 
 def test_kernels_are_compiled_once_for_all_lengths() -> None:

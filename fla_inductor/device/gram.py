@@ -1,17 +1,15 @@
 """Decayed Gram matrices inside one chunk and the triangular inverse, with exponents that never overflow.
 
 R_ij = sum_d x_id y_jd 2^(G_id - G_jd) for j <= i, where G is non-increasing along rows. The exponent is split into a
-row factor and a column factor around a reference row, shifted so that both stay below 2^59. A pass takes the pairs of
-some rows with some columns, and gives all other rows and columns the factor zero, so that passes simply add up:
+row factor and a column factor around a reference row. Two kinds of products add up to R:
 
-- pass 0: reference = first row of the chunk; all rows; the columns that have lost at most ANCHOR_RANGE since then.
-- passes of blocks of 16 rows: reference = first row of the block; the rows of the block; the columns that pass 0 left,
-  as far as they lie before the block or have lost at most ANCHOR_RANGE since its first row.
-- levels h (1, 2, 4, 8) inside blocks of 16, for the columns that are left then: i in the second half, j in the first
-  half of a block of 2h rows; reference = first row of the second half; both factors are at most one, whatever the gate.
+- passes: a pass starts at a column, takes the columns that have lost at most PASS_RANGE since then, and all rows from
+  its start on, around its first row. The next one starts where it ends. There are at most MAX_PASSES.
+- levels h (1, 2, 4, ...) for the columns that no pass took: i in the second half, j in the first half of a block of 2h
+  rows; reference = first row of the second half; both factors are at most one, whatever the gate.
 
-A row factor may underflow where the decay of the pair is below 2^-67 anyway. Which pass takes a pair depends on no row
-after the pair's column, so later tokens change nothing before them. Passes without columns are not run.
+Row factors of a pass start at 2^ROW_SHIFT, so that they underflow only where a pair has lost 42 bits and more. Which
+product takes a pair depends on no row after the pair's column, so later tokens change nothing before them.
 """
 
 from __future__ import annotations
@@ -19,8 +17,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# two factors of up to 2^59 keep a product, and the sums over it, inside float32 and bfloat16
-ANCHOR_RANGE = tl.constexpr(118.0)
+# row factors from 2^96 down, column factors from 2^-96 up to 2^84: room for inputs of 2^31 and of 2^-30
+PASS_RANGE = tl.constexpr(180.0)
+ROW_SHIFT = tl.constexpr(96.0)
+# three are enough for 64 steps of five nats
+MAX_PASSES = tl.constexpr(4)
 
 
 @triton.jit
@@ -87,54 +88,44 @@ def _since(b_G, o_i, first):
 
 
 @triton.jit
-def first_columns(b_G, o_i):
-    """How many columns pass 0 takes: a prefix, since G is non-increasing."""
-    ok = tl.max(-_since(b_G, o_i, 0), 1) <= ANCHOR_RANGE
-    return tl.sum(ok.to(tl.int32), 0)
+def pass_starts(b_G, o_i):
+    """How many passes there are, their starts (a byte each), and the first column that is left to the levels."""
+    n = 0
+    starts = 0
+    end = 0
+    while (n < MAX_PASSES) & (end < b_G.shape[0]):
+        starts |= end << (8 * n)
+        # rows that are in range: a prefix, since G is non-increasing
+        end = tl.sum((tl.max(-_since(b_G, o_i, end), 1) <= PASS_RANGE).to(tl.int32), 0)
+        n += 1
+    return n, starts, end
 
 
 @triton.jit
-def block_columns(b_G, o_i, BOUNDED: tl.constexpr, PRODUCT: tl.constexpr):
-    """Columns that the pass of their own block can take; every one with BOUNDED gates, of at most five nats a step."""
-    if BOUNDED:
-        return o_i >= 0
-    if PRODUCT:
-        return tl.max(_pick_rows((o_i >> 4) << 4, o_i, b_G) - b_G, 1) <= ANCHOR_RANGE
-    ok = o_i < 0
-    for block in range(b_G.shape[0] // 16):
-        ok |= ((o_i >> 4) == block) & (tl.max(-_since(b_G, o_i, 16 * block), 1) <= ANCHOR_RANGE)
-    return ok
-
-
-@triton.jit
-def pass_factors(i_p, b_G, o_i, n_first, in_block):
-    """Row and column factors of a pass; pass i_p > 0 is that of block i_p - 1."""
-    block = tl.maximum(i_p - 1, 0)
-    d = _since(b_G, o_i, 16 * block)
-    inside = (o_i >> 4) == block
-    rows = inside | (i_p == 0)
-    first = o_i < n_first
-    columns = tl.where(i_p == 0, first, (first == 0) & ((o_i < 16 * block) | (inside & in_block)))
-    row = tl.where(rows[:, None], tl.exp2(d + 0.5 * ANCHOR_RANGE), 0.0)
-    col = tl.where(columns[:, None], tl.exp2(-d - 0.5 * ANCHOR_RANGE), 0.0)
+def pass_factors(i_p, n, starts, end, b_G, o_i):
+    """Row and column factors of pass i_p."""
+    start = (starts >> (8 * i_p)) & 255
+    stop = tl.where(i_p == n - 1, end, (starts >> (8 * tl.minimum(i_p + 1, 3))) & 255)
+    d = _since(b_G, o_i, start)
+    rows = o_i >= start
+    row = tl.where(rows[:, None], tl.exp2(d + ROW_SHIFT), 0.0)
+    col = tl.where((rows & (o_i < stop))[:, None], tl.exp2(-d - ROW_SHIFT), 0.0)
     return row, col
 
 
 @triton.jit
-def merge_inverse(b_D, b_L, INV_DTYPE: tl.constexpr, PREC: tl.constexpr):
-    """D - D L D: joins the inverses of two diagonal blocks when L is the block below them."""
-    x = matmul(b_L.to(INV_DTYPE), b_D.to(INV_DTYPE), PREC)
-    return b_D - matmul(b_D.to(INV_DTYPE), x.to(INV_DTYPE), PREC)
+def inverse_part(b_N, b_b, o_i, NLEVEL: tl.constexpr, INV_DTYPE: tl.constexpr, PREC: tl.constexpr):
+    """X in (I + N Diag(b))^-1 = I + X Diag(b) and (I + Diag(b) N)^-1 = I + Diag(b) X, for strictly lower N.
 
-
-@triton.jit
-def unit_lower_inverse(b_L, o_i, NLEVEL: tl.constexpr, INV_DTYPE: tl.constexpr, PREC: tl.constexpr):
-    """(I + L)^-1 for strictly lower L, by doubling the inverted diagonal blocks."""
-    b_D = tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0)
-    b_D -= tl.where(level_mask(o_i[:, None], o_i[None, :], 1), b_L, 0.0)
+    Without a division by b, which may be zero. The diagonal blocks that are done double at each step, where the block
+    of X between two of them is -(I + X Diag(b)) N (I + Diag(b) X) with the block of N between them.
+    """
+    b_X = -tl.where(level_mask(o_i[:, None], o_i[None, :], 1), b_N, 0.0)
     for lv in range(1, NLEVEL):
-        b_D = merge_inverse(b_D, tl.where(level_mask(o_i[:, None], o_i[None, :], 1 << lv), b_L, 0.0), INV_DTYPE, PREC)
-    return b_D
+        b_n = tl.where(level_mask(o_i[:, None], o_i[None, :], 1 << lv), b_N, 0.0)
+        x = b_n + matmul((b_n * b_b[None, :]).to(INV_DTYPE), b_X.to(INV_DTYPE), PREC)
+        b_X -= x + matmul((b_X * b_b[None, :]).to(INV_DTYPE), x.to(INV_DTYPE), PREC)
+    return b_X
 
 
 @triton.jit
@@ -147,7 +138,6 @@ def gram_slice(
     o_i,
     NLEVEL: tl.constexpr,
     BOUNDED: tl.constexpr,
-    PRODUCT: tl.constexpr,
     DT: tl.constexpr,
     PREC: tl.constexpr,
 ):
@@ -156,22 +146,20 @@ def gram_slice(
     What is above the diagonal of P, and on and above that of M, is undefined. The levels come first: after the loop
     they would keep q, k and G in registers.
     """
-    n_first = first_columns(b_G, o_i)
-    in_block = block_columns(b_G, o_i, BOUNDED, PRODUCT)
-    if not BOUNDED:
-        left = (o_i >= n_first) & (in_block == 0)
-        if tl.max(left.to(tl.int32), 0) == 1:
+    n, starts, end = pass_starts(b_G, o_i)
+    if not BOUNDED:  # noqa: SIM102 - a constexpr test must stand alone, or the kernel branches on it
+        if end < (1 << NLEVEL):
+            left = o_i >= end
             diagonal = (o_i[:, None] == o_i[None, :]) & left[None, :]
             b_P += tl.where(diagonal, tl.sum(b_q * b_k, 1)[:, None], 0.0)
-            for lv in range(4):
+            for lv in range(NLEVEL):
                 b_e = level_factor(b_G, o_i, 1 << lv)
                 pairs = level_mask(o_i[:, None], o_i[None, :], 1 << lv) & left[None, :]
                 b_c = tl.trans((b_k * b_e).to(DT))
                 b_P += tl.where(pairs, matmul((b_q * b_e).to(DT), b_c, PREC), 0.0)
                 b_M += tl.where(pairs, matmul((b_k * b_e).to(DT), b_c, PREC), 0.0)
-    for i_b in range(n_first >> 4, (1 << NLEVEL) // 16 + 1):
-        # the first iteration is pass 0, whatever the number of the first block that needs one
-        row, col = pass_factors(tl.where(i_b == n_first >> 4, 0, i_b), b_G, o_i, n_first, in_block)
+    for i_p in range(n):
+        row, col = pass_factors(i_p, n, starts, end, b_G, o_i)
         b_c = tl.trans((b_k * col).to(DT))
         b_P = tl.dot((b_q * row).to(DT), b_c, b_P, input_precision=PREC)
         b_M = tl.dot((b_k * row).to(DT), b_c, b_M, input_precision=PREC)

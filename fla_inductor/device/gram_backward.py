@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla_inductor.device.gram import block_columns, first_columns, level_factor, level_mask, matmul, pass_factors
+from fla_inductor.device.gram import level_factor, level_mask, matmul, pass_factors, pass_starts
 
 
 @triton.jit
@@ -48,7 +48,6 @@ def gram_slice_backward(
     dG,
     NLEVEL: tl.constexpr,
     BOUNDED: tl.constexpr,
-    PRODUCT: tl.constexpr,
     DT: tl.constexpr,
     PREC: tl.constexpr,
 ):
@@ -57,14 +56,13 @@ def gram_slice_backward(
     `p_dP` and `p_dM` point to the gradients of P and M, which are zero on and above the diagonal. The diagonal of P
     does not depend on G, so the caller adds it exactly.
     """
-    n_first = first_columns(b_G, o_i)
-    in_block = block_columns(b_G, o_i, BOUNDED, PRODUCT)
+    n, starts, end = pass_starts(b_G, o_i)
     o_square = o_i[:, None] * (1 << NLEVEL) + o_i[None, :]
-    if not BOUNDED:
-        left = (o_i >= n_first) & (in_block == 0)
-        if tl.max(left.to(tl.int32), 0) == 1:
+    if not BOUNDED:  # noqa: SIM102 - a constexpr test must stand alone, or the kernel branches on it
+        if end < (1 << NLEVEL):
+            left = o_i >= end
             o_transposed = o_i[None, :] * (1 << NLEVEL) + o_i[:, None]
-            for lv in range(4):
+            for lv in range(NLEVEL):
                 b_e = level_factor(b_G, o_i, 1 << lv)
                 pairs = level_mask(o_i[:, None], o_i[None, :], 1 << lv) & left[None, :]
                 pairs_t = level_mask(o_i[None, :], o_i[:, None], 1 << lv) & left[:, None]
@@ -75,7 +73,7 @@ def gram_slice_backward(
                 dq, dk, dG = _adjoint(b_q, b_k, b_dP, b_dM, b_dPt, b_dMt, b_e, b_e, dq, dk, dG, DT, PREC)
     b_dP = tl.load(p_dP + o_square)
     b_dM = tl.load(p_dM + o_square)
-    for i_b in range(n_first >> 4, (1 << NLEVEL) // 16 + 1):
-        row, col = pass_factors(tl.where(i_b == n_first >> 4, 0, i_b), b_G, o_i, n_first, in_block)
+    for i_p in range(n):
+        row, col = pass_factors(i_p, n, starts, end, b_G, o_i)
         dq, dk, dG = _adjoint(b_q, b_k, b_dP, b_dM, tl.trans(b_dP), tl.trans(b_dM), row, col, dq, dk, dG, DT, PREC)
     return dq, dk, dG

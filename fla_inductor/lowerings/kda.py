@@ -114,13 +114,13 @@ def _flat(x: Box | None) -> Any:
     return ir.ExternKernel.require_contiguous(lowerings[aten.reshape](x, [numel]))
 
 
-def _prepare(call: _Call, store_m: bool) -> None:
+def _prepare(call: _Call) -> None:
     p = call.problem
-    written = call.add_tiles(p.tile_shapes(store_m))
+    written = call.add_tiles(p.tile_shapes())
     call.add(
         RK=call.emit(
             "kda_prepare",
-            p.prepare(store_m),
+            p.prepare(),
             call.slots * p.HV,
             written,
             (call.slots, p.HV, p.chunk_size),
@@ -133,7 +133,7 @@ def _prepare(call: _Call, store_m: bool) -> None:
 def _scan(call: _Call, dtype: torch.dtype, ht: Box | None, states: Box | None, values: bool = False) -> Box:
     p = call.problem
     constants = p.scan(states is not None, values, ht is not None)
-    tiles = call.add_tiles({name: p.backward_shapes()[name] for name in ("KS", "Z")}) if values else []
+    tiles = call.add_tiles({"Z": p.backward_shapes()["Z"]}) if values else []
     return call.emit(
         "kda_scan",
         constants,
@@ -151,7 +151,7 @@ def _lower_forward(*args: Any) -> tuple[Box, Box, Box]:
     if x.q.get_device().type != "cuda":
         return common.fallback(ops.chunk_kda.default, f"no template for device {x.q.get_device()}")(*args)
     call = _Call(x, x.chunk_size, x.output_final_state)
-    _prepare(call, store_m=False)
+    _prepare(call)
     ht = call.state(torch.float32) if x.output_final_state else None
     states = call.states() if x.save_states else None
     o = _scan(call, x.q.get_dtype(), ht, states)
@@ -168,7 +168,7 @@ def _lower_backward(*args: Any) -> tuple[Box, ...]:
     if x.q.get_device().type != "cuda":
         return common.fallback(ops.chunk_kda_backward.default, f"no template for device {x.q.get_device()}")(*args)
     call = _Call(x, x.chunk_size, False)
-    _prepare(call, store_m=True)
+    _prepare(call)
     saved = x.states is not None and len(x.states.get_size()) == 5
     if saved:
         call.add(STATES=common.realize(x.states))

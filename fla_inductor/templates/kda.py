@@ -108,7 +108,7 @@ class KdaProblem:
     def _beta(self) -> dict[str, Any]:
         return {"SIGMOID": self.sigmoid, "BETA_SCALE": 2.0 if self.allow_neg_eigval else 1.0}
 
-    def prepare(self, store_m: bool) -> dict[str, Any]:
+    def prepare(self) -> dict[str, Any]:
         # the entries of the inverse are bounded for normalised keys only, and only then does float16 hold them
         small = self.work_dtype != "float32" and self.norm
         return {
@@ -119,7 +119,6 @@ class KdaProblem:
             "BK": min(self.config.prepare.BK, self.BKB),
             "INV_DTYPE": "tl.float16" if small else "tl.float32",
             "INV_PREC": "'tf32x3'" if self.work_dtype == "float32" else "'tf32'",
-            "STORE_M": store_m,
         }
 
     def _blocks(self) -> dict[str, Any]:
@@ -157,7 +156,7 @@ class KdaProblem:
         }
 
     def grad_intra(self, values: bool) -> dict[str, Any]:
-        """`values`: kda_scan ran again and left its tiles."""
+        """`values`: kda_scan ran again and left Z."""
         return {
             **self.constants(),
             **self._beta(),
@@ -204,18 +203,18 @@ class KdaProblem:
             "HAS_HT": self.has_ht,
         }
 
-    def tile_shapes(self, store_m: bool) -> dict[str, tuple[tuple[int, ...], str]]:
+    def tile_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Scratch of kda_prepare per (slot, value head): shape and dtype; RK is the template's own output."""
         C, KP, work = self.chunk_size, self.KP, self.work_dtype
         tiles: dict[str, tuple[tuple[int, ...], str]] = dict.fromkeys(("KH", "KG", "QG"), ((C, KP), work))
-        tiles |= dict.fromkeys(("P", "A", *(["M"] if store_m else [])), ((C, C), work))
+        tiles |= dict.fromkeys(("P", "INV"), ((C, C), work))
         return tiles | {"DEC": ((KP,), "float32"), "RQ": ((C,), "float32"), "BB": ((C,), "float32")}
 
     def backward_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Scratch of the backward kernels per (slot, value head), without the partial sums."""
         C, KP, VP, work = self.chunk_size, self.KP, self.VP, self.work_dtype
         shapes: dict[str, tuple[tuple[int, ...], str]] = {"ES": ((VP, KP), work)}
-        shapes |= dict.fromkeys(("Y", "Z", "KS"), ((VP, C), work))
+        shapes |= dict.fromkeys(("Y", "Z"), ((VP, C), work))
         shapes |= dict.fromkeys(("DP", "DM"), ((C, C), work))
         shapes |= {"DD": ((C,), "float32"), "SQ": ((C,), "float32"), "SK": ((C,), "float32")}
         return shapes
@@ -274,11 +273,11 @@ def _launch(
     launch(name, constants, programs, {**tensors, OUTPUT: out}, config.num_warps, config.num_stages)
 
 
-def _prepare(p: KdaProblem, inputs: dict[str, Tensor], slots: int, store_m: bool) -> dict[str, Tensor]:
+def _prepare(p: KdaProblem, inputs: dict[str, Tensor], slots: int) -> dict[str, Tensor]:
     device = inputs["q"].device
-    tiles = _scratch(p.tile_shapes(store_m), slots, p.HV, device)
+    tiles = _scratch(p.tile_shapes(), slots, p.HV, device)
     tiles["RK"] = torch.empty((slots, p.HV, p.chunk_size), dtype=torch.float32, device=device)
-    _launch("kda_prepare", p.prepare(store_m), slots * p.HV, {**inputs, **tiles}, tiles["RK"], p.config.prepare)
+    _launch("kda_prepare", p.prepare(), slots * p.HV, {**inputs, **tiles}, tiles["RK"], p.config.prepare)
     return tiles
 
 
@@ -291,7 +290,7 @@ def _scan(
     ht: Tensor | None,
     store: Mapping[str, Tensor],
 ) -> None:
-    """`store`: where to leave STATES, and with them, for the backward, KS and Z."""
+    """`store`: where to leave STATES, and with them, for the backward, Z."""
     constants = p.scan("STATES" in store, "Z" in store, ht is not None)
     tensors = {**inputs, **tiles, **store, **_given(ht=ht)}
     _launch("kda_scan", constants, walks * p.HV * constants["NV"], tensors, o, p.config.scan)
@@ -341,7 +340,7 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     o = torch.empty(x.v.shape, dtype=q.dtype, device=q.device)
     ht = torch.empty(_state_shape(p, N), dtype=torch.float32, device=q.device) if x.output_final_state else None
     states = _new_states(p, q, N) if x.save_states else None
-    tiles = _prepare(p, inputs, p.slots(q.shape[0], q.shape[1], N), store_m=False)
+    tiles = _prepare(p, inputs, p.slots(q.shape[0], q.shape[1], N))
     _scan(p, inputs, tiles, p.walks(q.shape[0], N), o, ht, _given(STATES=states))
     return (
         o,
@@ -358,13 +357,13 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     slots, walks = p.slots(q.shape[0], q.shape[1], N), p.walks(q.shape[0], N)
     do = q.new_zeros(1).expand(v.shape) if x.do is None else x.do
     inputs = _inputs(x) | _given(do=do, dht=x.dht)
-    tiles = _prepare(p, inputs, slots, store_m=True)
+    tiles = _prepare(p, inputs, slots)
     saved = x.states is not None and x.states.numel() > 0
     states = x.states if x.states is not None and saved else _new_states(p, q, N)
     tensors = {**inputs, **tiles, **_scratch(p.backward_shapes(), slots, p.HV, q.device), "STATES": states}
     if not saved:
         tensors["o"] = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-        store = {name: tensors[name] for name in ("STATES", "KS", "Z")}
+        store = {name: tensors[name] for name in ("STATES", "Z")}
         _scan(p, inputs, tiles, walks, tensors["o"], None, store)
     dv, dbeta, dg = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, x.beta, x.g))
     h0 = x.initial_state
